@@ -1,0 +1,221 @@
+"""Checkpoints in a tier: list, verify, commit, forget, sweep.  Knows manifests; knows no tensors, ranks or trainers.
+
+Everything here goes by one rule: a checkpoint exists if and only if its manifest does and every file it names is there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightning_resilience import points
+from lightning_resilience.errors import (
+    CheckpointCorrupt,
+    CheckpointNotFound,
+    CheckpointUncommitted,
+    ResilienceError,
+)
+from lightning_resilience.manifest import EXTENSION, MANIFEST, META, METADATA, PARTIAL, REMOVED, FileEntry, Manifest
+from lightning_resilience.retention import Keep, Ranking, Verdict, judge
+from lightning_resilience.tiers import LocalTier
+
+log = logging.getLogger("lightning_resilience")
+
+
+@dataclass
+class Listing:
+    """What a tier holds: ``committed`` manifests by name, and for each folder without a good one, why."""
+
+    committed: dict[str, Manifest] = field(default_factory=dict)
+    unusable: dict[str, ResilienceError] = field(default_factory=dict)
+
+    def newest_first(self) -> list[str]:
+        """Names of the committed ones, newest first."""
+        return sorted(self.committed, key=lambda name: self.committed[name].order, reverse=True)
+
+
+def list_checkpoints(tier: LocalTier) -> Listing:
+    """Read the manifests of a tier, as they are on disk now."""
+    listing = Listing()
+    for name in tier.names():
+        try:
+            listing.committed[name] = read_manifest(tier, name)
+        except ResilienceError as error:
+            listing.unusable[name] = error
+    for name in tier.leftovers():
+        doing = "saved" if PARTIAL in name else "removed"
+        listing.unusable[name] = CheckpointUncommitted(f"{name} was still being {doing}.")
+    return listing
+
+
+def read_manifest(tier: LocalTier, name: str) -> Manifest:
+    """The manifest of one checkpoint.
+
+    Raises:
+        CheckpointNotFound: there is no folder of that name.
+        CheckpointUncommitted: the folder has no manifest.
+        CheckpointCorrupt, CheckpointIncompatible: the manifest cannot be used.
+    """
+    where = str(tier.path(name, MANIFEST))
+    try:
+        return Manifest.from_bytes(tier.read(name, MANIFEST), where)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if not tier.path(name).is_dir():
+            raise CheckpointNotFound(f"There is no checkpoint {str(tier.path(name))!r}.") from error
+        raise CheckpointUncommitted(
+            f"{str(tier.path(name))!r} has no {MANIFEST}: its save did not finish.",
+            hint="Resume with ckpt_path='last', which skips it.",
+        ) from error
+    except OSError as error:
+        if isinstance(error, ResilienceError):
+            raise
+        raise CheckpointCorrupt(
+            f"{where} cannot be read: {error.strerror}.", problems=(f"{MANIFEST}: {error}",)
+        ) from error
+
+
+def open_checkpoint(path: Path) -> tuple[LocalTier, str, Manifest]:
+    """The checkpoint at an explicit path; see ``read_manifest`` for the errors, which list what is there instead."""
+    path = path.absolute()
+    if path.is_symlink():
+        path = path.resolve()
+    tier, name = LocalTier(path.parent), path.name
+    if PARTIAL in name or REMOVED in name:
+        raise CheckpointUncommitted(f"{str(path)!r} is not committed.", hint=available(tier))
+    try:
+        return tier, name, read_manifest(tier, name)
+    except (CheckpointNotFound, CheckpointUncommitted) as error:
+        raise type(error)(error.message, hint=available(tier)) from error
+
+
+def available(tier: LocalTier) -> str:
+    """A sentence that names the checkpoints in a tier, newest first."""
+    names = list_checkpoints(tier).newest_first()
+    if not names:
+        return f"There are no checkpoints in {str(tier.root)!r}."
+    shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    return f"{str(tier.root)!r} has: {shown}."
+
+
+def is_stock_folder(path: Path) -> bool:
+    """Whether a folder is a sharded checkpoint that stock Lightning wrote (and not one of ours without its manifest)."""
+    return (
+        (path / METADATA).is_file()
+        and (path / META).is_file()
+        and not (path / MANIFEST).exists()
+        and not any(path.glob("rank_*.pt"))
+    )
+
+
+# -- verifying --------------------------------------------------------------------------------------------------------
+
+
+def holder(name: str, entry: FileEntry) -> str:
+    """Name of the checkpoint that holds the bytes of ``entry`` of checkpoint ``name``."""
+    return entry.at or name
+
+
+def size_problem(tier: LocalTier, name: str, entry: FileEntry) -> str | None:
+    """Why a file cannot be whole, judged by its size alone; None where it can."""
+    size = tier.size(holder(name, entry), entry.path)
+    if size is None:
+        return f"{entry.path} is missing"
+    if size != entry.size:
+        how = "truncated" if size < entry.size else "longer"
+        return f"{entry.path} is {how}: {size:,} bytes of {entry.size:,}"
+    return None
+
+
+def content_problem(tier: LocalTier, name: str, entry: FileEntry) -> str | None:
+    """Why a file is not what the manifest says, by size and digest; None where it is."""
+    if problem := size_problem(tier, name, entry):
+        return problem
+    try:
+        found = tier.digest(holder(name, entry), entry.path)
+    except OSError as error:
+        return f"{entry.path} cannot be read: {error.strerror}"
+    return None if found == entry.xxh3_128 else f"{entry.path} has other content than was saved (digest differs)"
+
+
+def verify(tier: LocalTier, name: str, manifest: Manifest, *, content: bool = True) -> list[str]:
+    """All problems of a checkpoint, one ``file cause`` each; empty where it is whole."""
+    check = content_problem if content else size_problem
+    return [problem for entry in manifest if (problem := check(tier, name, entry))]
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def free_name(tier: LocalTier, name: str) -> str:
+    """``name``, or the first of ``name-v1``, ``name-v2``, … that is not taken."""
+    stem = name.removesuffix(EXTENSION)
+    candidate, version = name, 0
+    while os.path.lexists(tier.path(candidate)):
+        version += 1
+        candidate = f"{stem}-v{version}{EXTENSION}"
+    return candidate
+
+
+def commit(tier: LocalTier, partial: str, name: str, manifest: Manifest, *, replace: bool = False) -> None:
+    """Turn the folder ``partial``, whose files are durable, into checkpoint ``name``: manifest last, then one rename."""
+    points.reach("commit.begin")
+    tier.write(partial, MANIFEST, manifest.to_bytes())
+    tier.sync(partial)
+    points.reach("commit.manifest")
+    tier.publish(partial, name, replace=replace)
+    points.reach("commit.end")
+
+
+def retain(tier: LocalTier, keep: Keep, ranking: Ranking | None = None, in_use: Collection[str] = ()) -> list[Verdict]:
+    """Judge a tier and remove what its rule gives up.
+
+    Returns:
+        The verdicts on what was removed.  A removal that fails is logged and tried again after the next save.
+    """
+    committed = list_checkpoints(tier).committed
+    referred = {entry.at for manifest in committed.values() for entry in manifest if entry.at}
+    removed = []
+    for verdict in judge(committed, keep, ranking, {*in_use, *referred}):
+        if verdict.keep:
+            continue
+        try:
+            tier.remove(verdict.name)
+        except OSError as error:
+            log.warning("event=forget name=%s error=%r", verdict.name, error)
+            continue
+        log.info("event=forget name=%s reason=%r", verdict.name, "; ".join(verdict.reasons))
+        removed.append(verdict)
+    return removed
+
+
+def sweep(tier: LocalTier) -> list[str]:
+    """Finish what a killed process left: a whole save that lacked only its rename is published, the rest deleted.
+
+    Returns:
+        What was done, one sentence each.
+    """
+    done = []
+    for leftover in tier.leftovers():
+        name = leftover.partition(PARTIAL)[0]
+        if (
+            PARTIAL in leftover
+            and REMOVED not in leftover
+            and not os.path.lexists(tier.path(name))
+            and _is_whole(tier, leftover)
+        ):
+            tier.publish(leftover, name)
+            done.append(f"published {name}: it was whole but for its rename")
+        else:
+            tier.discard(leftover)
+            done.append(f"deleted {leftover}: it was never committed")
+    return done
+
+
+def _is_whole(tier: LocalTier, name: str) -> bool:
+    try:
+        return not verify(tier, name, read_manifest(tier, name))
+    except ResilienceError:
+        return False

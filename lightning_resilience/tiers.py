@@ -1,0 +1,224 @@
+"""Where bytes live: one folder of checkpoints on a local or shared file system.
+
+A tier moves bytes and knows nothing of what they mean.  Its promises are the ones a commit is built from: ``write`` returns
+when a file is whole and survives power loss, ``publish`` makes a folder appear under its name in one step, ``remove`` makes
+it disappear in one step.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from lightning_resilience import points
+from lightning_resilience.errors import CheckpointNotFound, TierDenied, TierUnavailable
+from lightning_resilience.manifest import EXTENSION, MANIFEST, PARTIAL, REMOVED, FileEntry
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+BLOCK = 16 * 2**20
+"""Bytes hashed and written at a time."""
+
+
+class LocalTier:
+    """Checkpoints as folders in ``root``.
+
+    Args:
+        root: the run folder; it may not exist yet.
+    """
+
+    kind = "hot"
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root).absolute()
+
+    def __repr__(self) -> str:
+        return f"LocalTier({str(self.root)!r})"
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        """Names of the folders that may be checkpoints: neither partial nor removed, links excluded."""
+        return sorted(name for name in self._folders() if PARTIAL not in name and REMOVED not in name)
+
+    def leftovers(self) -> list[str]:
+        """Names of the folders that a save or a removal left unfinished."""
+        return sorted(name for name in self._folders() if PARTIAL in name or REMOVED in name)
+
+    def _folders(self) -> Iterator[str]:
+        try:
+            with os.scandir(self.root) as entries:
+                yield from (
+                    entry.name
+                    for entry in entries
+                    if EXTENSION in entry.name and not entry.is_symlink() and entry.is_dir()
+                )
+        except (FileNotFoundError, NotADirectoryError):
+            return
+
+    def path(self, name: str, file: str = "") -> Path:
+        """Where a checkpoint, or one of its files, is."""
+        return self.root / name / file if file else self.root / name
+
+    def read(self, name: str, file: str) -> bytes:
+        """Content of a file.
+
+        Raises:
+            FileNotFoundError: it is not there.
+        """
+        return self.path(name, file).read_bytes()
+
+    def size(self, name: str, file: str) -> int | None:
+        """Bytes of a file, or None where it is not there."""
+        try:
+            return self.path(name, file).stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def digest(self, name: str, file: str) -> str:
+        """xxh3_128 of a file as it is on disk now."""
+        state = xxhash.xxh3_128()
+        with open(self.path(name, file), "rb", buffering=0) as stream:
+            block = bytearray(BLOCK)
+            view = memoryview(block)
+            while count := stream.readinto(block):
+                state.update(view[:count])
+        return state.hexdigest()
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def check_writable(self) -> None:
+        """Create the folder and write, sync and remove a small file in it.
+
+        Raises:
+            TierDenied: the folder may not be written.
+            TierUnavailable: it cannot be, for another reason (it is a file, the disk is full, …).
+        """
+        probe = self.root / f".probe-{uuid.uuid4().hex}"
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            probe.write_bytes(b"ok")
+            probe.unlink()
+        except PermissionError as error:
+            raise TierDenied(
+                f"The checkpoint folder {str(self.root)!r} cannot be written: {error.strerror}.",
+                hint="Give dirpath= a folder that this user may write.",
+            ) from error
+        except OSError as error:
+            is_file = error.errno in (errno.EEXIST, errno.ENOTDIR)
+            raise TierUnavailable(
+                f"The checkpoint folder {str(self.root)!r} cannot be used: {'it is a file' if is_file else error.strerror}.",
+                hint="Give dirpath= a folder." if is_file else "Check the disk behind dirpath=.",
+            ) from error
+
+    def begin(self, name: str) -> None:
+        """Make the folder ``name``, empty or as another rank has begun it."""
+        self.path(name).mkdir(parents=True, exist_ok=True)
+
+    def write(self, name: str, file: str, data: Buffer, rank: int = 0) -> FileEntry:
+        """Write ``data`` as a new file; on return it is whole and survives power loss.
+
+        Returns:
+            What the manifest says of it: size and digest of the bytes that were handed to the disk.
+        """
+        points.reach("persist.file")
+        state = xxhash.xxh3_128()
+        view = memoryview(data).cast("B")
+        path = self.path(name, file)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            for start in range(0, len(view), BLOCK):
+                block = view[start : start + BLOCK]
+                state.update(block)
+                _write_all(fd, block)
+                if start == 0:
+                    points.reach("persist.mid-file")
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        return FileEntry(path=file, size=len(view), xxh3_128=state.hexdigest(), rank=rank)
+
+    def sync(self, name: str = "") -> None:
+        """Make the folder's list of names survive power loss."""
+        fd = os.open(self.path(name), os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def publish(self, partial: str, name: str, *, replace: bool = False) -> None:
+        """Let the whole folder ``partial`` appear as ``name``, in one step.
+
+        Args:
+            partial: a folder with its manifest already in it.
+            name: the name it gets.
+            replace: whether a folder or file of that name gives way.
+
+        Raises:
+            FileExistsError: the name is taken and ``replace`` is false.
+        """
+        target = self.path(name)
+        replaced = None
+        if target.exists() or target.is_symlink():
+            if not replace:
+                raise FileExistsError(errno.EEXIST, "a published checkpoint is never written again", str(target))
+            replaced = f"{name}{REMOVED}{uuid.uuid4().hex[:8]}"
+            os.rename(target, self.path(replaced))
+        os.rename(self.path(partial), target)
+        points.reach("commit.renamed")
+        self.sync()
+        if replaced:
+            self.discard(replaced)
+
+    def remove(self, name: str) -> None:
+        """Let ``name`` disappear in one step, then free its bytes; other checkpoints that link to them keep theirs."""
+        points.reach("forget.begin")
+        removed = f"{name}{REMOVED}{uuid.uuid4().hex[:8]}"
+        os.rename(self.path(name), self.path(removed))
+        self.sync()
+        points.reach("forget.renamed")
+        self.discard(removed)
+        points.reach("forget.end")
+
+    def discard(self, name: str) -> None:
+        """Delete a folder (or file) that is not a checkpoint, its manifest first; what is already gone is fine."""
+        path = self.path(name)
+        with suppress(FileNotFoundError, NotADirectoryError):
+            (path / MANIFEST).unlink()
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+    def point(self, link: str, name: str) -> None:
+        """Make the symbolic link ``link`` point to checkpoint ``name``, replacing an older link in one step."""
+        path = self.root / link
+        if path.exists() and not path.is_symlink():
+            raise FileExistsError(errno.EEXIST, "is not a link", str(path))
+        fresh = self.root / f".{link}-{uuid.uuid4().hex[:8]}"
+        os.symlink(name, fresh)
+        os.replace(fresh, path)
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """A path or a ``file://`` URL as a Path; CheckpointNotFound for any other URL."""
+    text = os.fspath(path)
+    if "://" not in text:
+        return Path(text).expanduser()
+    if text.startswith("file://"):
+        return Path(text.removeprefix("file://"))
+    raise CheckpointNotFound(f"{text!r} is not on a local file system.", hint="Copy it to a local folder first.")
+
+
+def _write_all(fd: int, block: memoryview) -> None:
+    while len(block):
+        block = block[os.write(fd, block) :]
