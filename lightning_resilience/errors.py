@@ -12,8 +12,8 @@
     ├── TierDenied             (PermissionError)    storage refuses these credentials or this path
     └── SetupError             (ValueError)         arguments or a Trainer that cannot work together
 
-Each inherits the builtin that people already catch, carries the values it speaks of as fields, and ends with a hint: what
-to do, or to type, next.
+Each inherits the builtin that people already catch, carries the values it speaks of as fields, and ends with a hint:
+what to do, or to type, next.
 """
 
 from __future__ import annotations

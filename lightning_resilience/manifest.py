@@ -9,11 +9,11 @@ A checkpoint is a folder whose name ends in ``.ckpt`` (``EXTENSION``)::
         rank_00000.pt …                 each rank's own state (random number generators, …)
         manifest.json                   the commit record, described below
 
-**Existence.**  A checkpoint exists if and only if ``manifest.json`` does and every file it names is there at its size and
-digest.  Writers put every other file in place first, make them durable, then the manifest; on a local tier all of
+**Existence.**  A checkpoint exists if and only if ``manifest.json`` does and every file it names is there at its size
+and digest.  Writers put every other file in place first, make them durable, then the manifest; on a local tier all of
 this happens in ``NAME.partial-TOKEN`` and the rename to ``NAME`` publishes it.  A name that carries ``.partial-`` or
-``.removed-`` is never a checkpoint.  Removal goes the other way: rename to ``NAME.removed-TOKEN``, manifest, files.
-A published folder is never written again.
+``.removed-`` is never a checkpoint.  Removal goes the other way: rename to ``NAME.removed-TOKEN``, manifest, files. A
+published folder is never written again.
 
 **manifest.json.**  UTF-8 JSON with sorted keys, no insignificant blanks and a final newline:
 
@@ -35,7 +35,8 @@ A published folder is never written again.
 ``files``      one object a file: ``path`` (a plain name), ``size`` (bytes), ``xxh3_128`` (hex digest of the content),
                ``rank`` (who wrote it), and optionally ``at``: the name of the checkpoint beside this one that holds
                the bytes, for a file that an incremental save did not write again.  Never a chain.
-``digest``     xxh3_128 of this document without ``digest``, so that damage to the record itself is noticed.
+``digest``     xxh3_128 of this document without ``digest``, so that damage to the record itself is noticed.  A reader
+               refuses a document without it, and one that is not in the form described here to the byte.
 =============  =====================================================================================================
 
 Keys that a reader does not know are kept when the manifest is rewritten.
@@ -101,18 +102,18 @@ class FileEntry:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> FileEntry:
-        known = {f.name for f in dataclasses.fields(cls)} - {"extra"}
-        path = raw["path"]
-        if not isinstance(path, str) or "/" in path or path in ("", ".", ".."):
-            raise ValueError(f"a file of a checkpoint is named by a plain name, not {path!r}")
+        at = raw.get("at")
         return cls(
-            path=path,
+            path=_plain_name(raw["path"]),
             size=int(raw["size"]),
             xxh3_128=str(raw["xxh3_128"]),
             rank=int(raw.get("rank", 0)),
-            at=raw.get("at"),
-            extra={k: v for k, v in raw.items() if k not in known},
+            at=None if at is None else _plain_name(at),
+            extra={k: v for k, v in raw.items() if k not in _ENTRY_KEYS},
         )
+
+
+_ENTRY_KEYS = frozenset(f.name for f in dataclasses.fields(FileEntry)) - {"extra"}
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ class Manifest:
         try:
             raw = json.loads(data)
             number = raw["format"]
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise CheckpointCorrupt(
                 f"{where} is not a manifest: {type(error).__name__}: {error}.", problems=(f"{MANIFEST}: unreadable",)
             ) from error
@@ -192,14 +193,15 @@ class Manifest:
                 f"{where} has format {number!r}; this version reads format {FORMAT}.",
                 hint="Install a newer lightning_resilience (pip install -U lightning_resilience).",
             )
-        promised = raw.pop("digest", None)
-        if promised is not None and promised != digest(_canonical(raw)):
-            raise CheckpointCorrupt(
-                f"{where} does not have the digest it states.", problems=(f"{MANIFEST}: digest differs",)
-            )
+        raw.pop("digest", None)
         try:
+            # The bytes are compared, not only the digest: a digest whose own key is damaged would not be looked for.
+            if data != _canonical({**raw, "digest": digest(_canonical(raw))}):
+                raise CheckpointCorrupt(
+                    f"{where} does not have the digest it states.", problems=(f"{MANIFEST}: digest differs",)
+                )
             return cls._from_dict(raw)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CheckpointCorrupt(
                 f"{where} lacks or misstates a field: {type(error).__name__}: {error}.",
                 problems=(f"{MANIFEST}: incomplete",),
@@ -224,6 +226,13 @@ class Manifest:
             versions=dict(raw.get("versions", {})),
             extra={k: v for k, v in raw.items() if k not in known},
         )
+
+
+def _plain_name(name: object) -> str:
+    """``name``, unless it would lead out of the folder: nothing in a manifest may name a file elsewhere."""
+    if not isinstance(name, str) or "/" in name or "\0" in name or name in ("", ".", ".."):
+        raise ValueError(f"files and checkpoints are named by a plain name, not {name!r}")
+    return name
 
 
 def _number_out(value: float) -> float | str:

@@ -1,7 +1,8 @@
 """What to keep: a rule, a pure judgement over manifests, and a reason for each verdict.
 
-``judge`` sees the committed checkpoints of one tier and answers for each of them whether it stays and why.  Adding a rule never
-removes more, and whatever a rule says, the newest checkpoint, the newest healthy one, pinned ones and those in use stay.
+``judge`` sees the committed checkpoints of one tier and answers for each of them whether it stays and why.  Adding a
+rule never removes more, and whatever a rule says, the newest checkpoint, the newest healthy one, pinned ones and
+those in use stay.
 """
 
 from __future__ import annotations
@@ -46,6 +47,10 @@ class Ranking:
 
     monitor: str
     mode: str = "min"
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("min", "max"):
+            raise SetupError(f"mode={self.mode!r}: 'min' or 'max' is wanted.")
 
     def best(self, manifests: Mapping[str, Manifest]) -> list[str]:
         """Names with a finite score, best first; of equals the older one.  Suspect ones are never best."""
@@ -107,7 +112,7 @@ def judge(
 
 def _surplus(keep: Keep) -> str:
     top = f" nor among the {keep.top_k} best" if keep.top_k else ""
-    return f"not among the newest {keep.last}{top}"
+    return f"not among the newest {keep.last}{' and without a score' if keep.top_k == -1 else top}"
 
 
 def _ordinal(n: int) -> str:

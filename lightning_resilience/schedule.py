@@ -1,11 +1,12 @@
 """When to save: small frozen rules that answer with a reason, combined by any-of.
 
-A schedule is asked after every optimizer step, ``schedule.due(now, last)``, with two :class:`Progress` values: where training
-is, and where it was at the last save that was started.  It answers None, or why a save is due.  It reads no clock, talks to
-nobody and keeps nothing, so a test is a table.
+A schedule is asked after every optimizer step, ``schedule.due(now, last)``, with two :class:`Progress` values: where
+training is, and where it was at the last save that was started.  It answers None, or why a save is due.  It reads no
+clock, talks to nobody and keeps nothing, so a test is a table.
 
-``EverySteps`` depends on nothing but the step, which is the same on all ranks, so every rank decides it alone and at exactly
-that step.  Rules that depend on time are decided by rank 0 and agreed on by all (``by_step_alone``, see ``engine``).
+``EverySteps`` depends on nothing but the step, which is the same on all ranks, so every rank decides it alone and at
+exactly that step.  Rules that depend on time are decided by rank 0 and agreed on by all (``by_step_alone``, see
+``engine``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from lightning_resilience.errors import SetupError
 
 @dataclass(frozen=True)
 class Progress:
-    """A moment of training: ``step`` in optimizer steps (batches where those do not move), ``seconds`` on a monotonic clock."""
+    """A moment of training: ``step`` in optimizer steps (batches where those do not move), ``seconds`` of a monotonic
+    clock."""
 
     step: int
     seconds: float
@@ -69,7 +71,7 @@ class EverySeconds:
     seconds: float
 
     def __post_init__(self) -> None:
-        seconds = self.seconds
+        seconds: object = self.seconds
         if isinstance(seconds, timedelta):
             object.__setattr__(self, "seconds", seconds.total_seconds())
         elif isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
@@ -98,6 +100,8 @@ class FirstOf:
     schedules: tuple[Schedule, ...]
 
     def __init__(self, *args: Schedule, schedules: Iterable[Schedule] = ()) -> None:
+        if not isinstance(schedules, Iterable):
+            raise SetupError(f"FirstOf(schedules={schedules!r}): a list of schedules is wanted.")
         parts = (*args, *schedules)
         if not parts:
             raise SetupError("FirstOf() needs at least one schedule.", hint="Try FirstOf(EverySteps(1000)).")

@@ -43,6 +43,8 @@ def list_checkpoints(tier: LocalTier) -> Listing:
     for name in tier.names():
         try:
             listing.committed[name] = read_manifest(tier, name)
+        except CheckpointNotFound:
+            continue  # removed between the listing and the reading
         except ResilienceError as error:
             listing.unusable[name] = error
     for name in tier.leftovers():
@@ -101,7 +103,7 @@ def available(tier: LocalTier) -> str:
 
 
 def is_stock_folder(path: Path) -> bool:
-    """Whether a folder is a sharded checkpoint that stock Lightning wrote (and not one of ours without its manifest)."""
+    """Whether a folder is a sharded checkpoint of stock Lightning (and not one of ours without its manifest)."""
     return (
         (path / METADATA).is_file()
         and (path / META).is_file()
@@ -120,7 +122,10 @@ def holder(name: str, entry: FileEntry) -> str:
 
 def size_problem(tier: LocalTier, name: str, entry: FileEntry) -> str | None:
     """Why a file cannot be whole, judged by its size alone; None where it can."""
-    size = tier.size(holder(name, entry), entry.path)
+    try:
+        size = tier.size(holder(name, entry), entry.path)
+    except OSError as error:
+        return f"{entry.path} cannot be read: {error.strerror}"
     if size is None:
         return f"{entry.path} is missing"
     if size != entry.size:
@@ -160,7 +165,7 @@ def free_name(tier: LocalTier, name: str) -> str:
 
 
 def commit(tier: LocalTier, partial: str, name: str, manifest: Manifest, *, replace: bool = False) -> None:
-    """Turn the folder ``partial``, whose files are durable, into checkpoint ``name``: manifest last, then one rename."""
+    """Turn the folder ``partial``, whose files are durable, into checkpoint ``name``: manifest last, one rename."""
     points.reach("commit.begin")
     tier.write(partial, MANIFEST, manifest.to_bytes())
     tier.sync(partial)
@@ -210,7 +215,9 @@ def sweep(tier: LocalTier) -> list[str]:
             done.append(f"published {name}: it was whole but for its rename")
         else:
             tier.discard(leftover)
-            done.append(f"deleted {leftover}: it was never committed")
+            done.append(
+                f"deleted {leftover}: its {'removal had begun' if REMOVED in leftover else 'save never finished'}"
+            )
     return done
 
 

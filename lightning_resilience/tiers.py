@@ -1,8 +1,8 @@
 """Where bytes live: one folder of checkpoints on a local or shared file system.
 
-A tier moves bytes and knows nothing of what they mean.  Its promises are the ones a commit is built from: ``write`` returns
-when a file is whole and survives power loss, ``publish`` makes a folder appear under its name in one step, ``remove`` makes
-it disappear in one step.
+A tier moves bytes and knows nothing of what they mean.  Its promises are the ones a commit is built from: ``write``
+returns when a file is whole and survives power loss, ``publish`` makes a folder appear under its name in one step,
+``remove`` makes it disappear in one step.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class LocalTier:
 
     def names(self) -> list[str]:
         """Names of the folders that may be checkpoints: neither partial nor removed, links excluded."""
-        return sorted(name for name in self._folders() if PARTIAL not in name and REMOVED not in name)
+        return sorted(
+            name for name in self._folders() if name.endswith(EXTENSION) and PARTIAL not in name and REMOVED not in name
+        )
 
     def leftovers(self) -> list[str]:
         """Names of the folders that a save or a removal left unfinished."""
@@ -88,7 +90,7 @@ class LocalTier:
         """xxh3_128 of a file as it is on disk now."""
         state = xxhash.xxh3_128()
         with open(self.path(name, file), "rb", buffering=0) as stream:
-            block = bytearray(BLOCK)
+            block = bytearray(min(BLOCK, os.fstat(stream.fileno()).st_size + 1))
             view = memoryview(block)
             while count := stream.readinto(block):
                 state.update(view[:count])
@@ -115,8 +117,9 @@ class LocalTier:
             ) from error
         except OSError as error:
             is_file = error.errno in (errno.EEXIST, errno.ENOTDIR)
+            cause = "it is a file" if is_file else error.strerror
             raise TierUnavailable(
-                f"The checkpoint folder {str(self.root)!r} cannot be used: {'it is a file' if is_file else error.strerror}.",
+                f"The checkpoint folder {str(self.root)!r} cannot be used: {cause}.",
                 hint="Give dirpath= a folder." if is_file else "Check the disk behind dirpath=.",
             ) from error
 
@@ -190,11 +193,14 @@ class LocalTier:
         points.reach("forget.end")
 
     def discard(self, name: str) -> None:
-        """Delete a folder (or file) that is not a checkpoint, its manifest first; what is already gone is fine."""
+        """Delete a folder (or file) that is not a checkpoint, its manifest first; what is already gone is fine.
+
+        A symbolic link goes, what it points to stays.
+        """
         path = self.path(name)
-        with suppress(FileNotFoundError, NotADirectoryError):
-            (path / MANIFEST).unlink()
         if path.is_dir() and not path.is_symlink():
+            with suppress(FileNotFoundError):
+                (path / MANIFEST).unlink()
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)

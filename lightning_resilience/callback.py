@@ -1,0 +1,575 @@
+"""``ResilientCheckpoint``: the callback that people add to their Trainer.
+
+It decides when, and leaves how to the engine::
+
+    setup                 open the folder, join the ranks, take the strategy's place for saves and loads
+    on_train_batch_end    hear of commits; ask the schedule; save at a step boundary
+    on_validation_end     save what got into the top k
+    on_train_end          save the last step, wait for it
+    teardown              end the background work
+    on_exception          the same without the other ranks, within seconds
+
+All ranks run the same lines with the same answers, because whatever they could see differently was decided by one of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+from weakref import proxy
+
+import fsspec
+import torch
+from fsspec.utils import get_protocol
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+from lightning_resilience import slots
+from lightning_resilience.agreement import Agreement
+from lightning_resilience.engine import Committed, Folder, Save
+from lightning_resilience.errors import SaveFailed, SetupError
+from lightning_resilience.manifest import HEALTHY, Manifest
+from lightning_resilience.retention import Keep, Ranking, judge
+from lightning_resilience.schedule import EverySeconds, EverySteps, FirstOf, Progress, Schedule, check_schedule
+from lightning_resilience.session import Session, log_save, manifests_in
+from lightning_resilience.strategies import ANYWHERE, run_folder
+from lightning_resilience.tiers import local_path
+
+log = logging.getLogger("lightning_resilience")
+
+DEFAULT_SCHEDULE = EverySeconds(300)
+DRAIN_AFTER_EXCEPTION = 10.0
+"""Seconds that a save under way gets when training ends with an exception."""
+
+
+class ResilientCheckpoint(ModelCheckpoint):
+    """Saves the run asynchronously and sharded, and lets ``trainer.fit(ckpt_path="last")`` go on with it.
+
+    A drop-in for ``ModelCheckpoint``, whose arguments keep their meaning.  Differences: several triggers may be given
+    together; besides what they ask for there is a checkpoint at the end of training, and with ``monitor`` one whenever a
+    validation gets into the top k; the newest checkpoint is always found by ``ckpt_path="last"``, with or without ``save_last``
+    (which adds a link ``last.ckpt`` for other tools); each checkpoint is a folder.
+
+    Args:
+        dirpath: folder of the checkpoints, node-local or shared; as in ModelCheckpoint if not given.  Environment variables
+            are expanded on each rank.
+        filename: template for names, as in ModelCheckpoint.
+        monitor: metric that ranks checkpoints.
+        verbose: log each save for people.
+        save_last: keep a symbolic link ``last.ckpt`` to the newest checkpoint.
+        save_top_k: with ``monitor``, how many of the best stay besides the newest; -1 keeps all.
+        save_on_exception: also save when training ends with an exception; on a single process only, because
+            with several the others cannot be asked then.
+        save_weights_only: leave out optimizers and the rest of the run; training cannot go on from such a checkpoint.
+        mode: ``"min"`` or ``"max"``: which scores are best.
+        auto_insert_metric_name: as in ModelCheckpoint.
+        every_n_train_steps: save at every multiple of this step.
+        train_time_interval: save when this time has passed.
+        every_n_epochs: save at the end of every n-th epoch (after its validation, if it has one).
+        save_on_train_epoch_end: as in ModelCheckpoint.
+        enable_version_counter: give a name that is taken a version; otherwise the older checkpoint gives way.
+        schedule: when to save: ``EverySteps``, ``EverySeconds``, ``FirstOf``; every 300 s if neither this nor one of the three
+            triggers above is given.
+        keep: what is retained; the newest 3 by default.
+        memory: where state is staged: ``"auto"`` (tmpfs if it has room), ``False`` (anonymous memory) or a folder on tmpfs.
+        on_save_error: ``"warn"`` goes on training and tries again at the next save, ``"raise"`` stops at the first failure.
+        max_failures: failed saves in a row after which training stops whatever ``on_save_error`` says.
+        on_unrestorable: when checkpoints exist and none can be resumed from: ``"raise"``, or ``"fresh"`` to start over with a warning.
+        save_timeout: seconds after which a save that some rank has not finished is dropped.
+
+    Raises:
+        SetupError: arguments that are unknown, out of range or contradict each other.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        filename: str | None = None,
+        monitor: str | None = None,
+        verbose: bool = False,
+        save_last: bool | Literal["link"] | None = None,
+        save_top_k: int = 1,
+        save_on_exception: bool = False,
+        save_weights_only: bool = False,
+        mode: str = "min",
+        auto_insert_metric_name: bool = True,
+        every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | None = None,
+        every_n_epochs: int | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        enable_version_counter: bool = True,
+        *,
+        schedule: Schedule | None = None,
+        keep: Keep | None = None,
+        memory: str | bool = "auto",
+        on_save_error: Literal["warn", "raise"] = "warn",
+        max_failures: int = 3,
+        on_unrestorable: Literal["raise", "fresh"] = "raise",
+        save_timeout: float = 1800.0,
+    ) -> None:
+        self._given_dirpath = _check_dirpath(dirpath)
+        _check_choice("mode", mode, ("min", "max"))
+        _check_choice("on_save_error", on_save_error, ("warn", "raise"))
+        _check_choice("on_unrestorable", on_unrestorable, ("raise", "fresh"))
+        _check_choice("save_last", save_last, (None, True, False, "link"))
+        _check_number("max_failures", max_failures, least=1, whole=True)
+        _check_number("save_timeout", save_timeout, least=0.001)
+        _check_number("save_top_k", save_top_k, least=-1, whole=True)
+        slots.check_memory(memory)
+        if keep is not None and not isinstance(keep, Keep):
+            raise SetupError(f"keep={keep!r} is not a retention rule.", hint="Use Keep(last=3).")
+        self.schedule = _the_schedule(schedule, every_n_train_steps, train_time_interval, every_n_epochs)
+        super().__init__(
+            dirpath=self._expanded_dirpath(),
+            filename=filename,
+            monitor=monitor,
+            verbose=verbose,
+            save_last=save_last,
+            save_top_k=save_top_k if monitor is not None else min(save_top_k, 1),
+            save_on_exception=save_on_exception,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            auto_insert_metric_name=auto_insert_metric_name,
+            every_n_epochs=every_n_epochs,
+            save_on_train_epoch_end=save_on_train_epoch_end,
+            enable_version_counter=enable_version_counter,
+        )
+        self._every_epochs = every_n_epochs or 0
+        self.memory = memory
+        self.on_save_error = on_save_error
+        self.max_failures = max_failures
+        self.on_unrestorable = on_unrestorable
+        self.save_timeout = save_timeout
+        self.keep = self._the_keep(keep)
+        self.ranking = Ranking(monitor, mode) if monitor is not None else None
+        if monitor is not None and mode == "min" and any(word in monitor.lower() for word in ("acc", "auroc", "f1")):
+            rank_zero_warn(f"monitor={monitor!r} looks like a score where more is better, but mode='min' keeps the lowest.")
+        self._last_is_wanted = False
+        self._reset()
+
+    def _reset(self) -> None:
+        """What belongs to one fit."""
+        self._session: Session | None = None
+        self._folder: Folder | None = None
+        self._agreement: Agreement | None = None
+        self._started = Progress(0, 0.0)
+        self._reason = ""
+        self._saved_at: tuple[int, int] | None = None
+        self._committed: dict[str, Manifest] = {}
+        self._validation_metrics: set[str] = set()
+        self._validated_at = -1
+
+    def _the_keep(self, keep: Keep | None) -> Keep:
+        if keep is None:
+            keep = Keep(last=-1 if self.save_top_k == -1 and self.monitor is None else 3)
+        if self.monitor is not None and keep.top_k is None:
+            keep = Keep(last=keep.last, top_k=self.save_top_k)
+        return keep
+
+    def _expanded_dirpath(self) -> str | None:
+        return os.path.expandvars(self._given_dirpath) if self._given_dirpath is not None else None
+
+    @property
+    @override
+    def state_key(self) -> str:
+        """Two callbacks with different folders or names keep their state apart."""
+        return self._generate_state_key(
+            dirpath=self._given_dirpath, filename=self.filename, monitor=self.monitor, mode=self.mode, schedule=repr(self.schedule)
+        )
+
+    # -- for subclasses -----------------------------------------------------------------------------------------------
+
+    def on_checkpoint_committed(self, trainer: Trainer, pl_module: LightningModule, checkpoint: Committed) -> None:
+        """Called on every rank, from the training thread, once ``checkpoint`` exists.  Override it in a subclass."""
+
+    # -- start --------------------------------------------------------------------------------------------------------
+
+    @override
+    def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
+        self._last_is_wanted = True
+        return {ANYWHERE}
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if not isinstance(trainer, Trainer):
+            raise SetupError(
+                f"ResilientCheckpoint was given to a {type(trainer).__module__}.{type(trainer).__qualname__}.",
+                hint="Use lightning.pytorch.Trainer: `import lightning as L; L.Trainer(…)`.",
+            )
+        _make_visible()
+        last_is_wanted, self._last_is_wanted = self._last_is_wanted, False
+        self._reset()
+        if trainer.fast_dev_run:
+            return
+        self._session = session = Session.join(trainer, memory=self.memory, timeout=self.save_timeout)
+        session.on_unrestorable = self.on_unrestorable
+        self.dirpath = self._agree_on_folder(trainer, session)
+        if stage != "fit" and not last_is_wanted:
+            return
+        root = Path(self.dirpath).absolute()
+        if root in session.folders:
+            raise SetupError(
+                f"Two checkpoint callbacks save to {str(root)!r}, where each would remove what the other keeps.",
+                hint="Give them different dirpath=.",
+            )
+        self._folder = session.folder(
+            root, keep=self.keep, ranking=self.ranking, link=f"{self.CHECKPOINT_NAME_LAST}{self.FILE_EXTENSION}" if self.save_last else None
+        )
+        self._committed = manifests_in(self._folder, session.ranks)
+        session.engine.count_from(self._committed.values())
+        if last_is_wanted:
+            session.resume_last.append((self._folder, self._sibling_folders(root)))
+
+    def _agree_on_folder(self, trainer: Trainer, session: Session) -> str:
+        """The folder: rank 0's, so that loggers that number their runs do not split it; or each rank's own if that was asked for."""
+        if self._given_dirpath is not None and "$" in self._given_dirpath:
+            expanded = self._expanded_dirpath()
+            assert expanded is not None
+            return os.path.abspath(expanded)
+        return session.ranks.broadcast(os.path.abspath(local_path(run_folder(self, trainer))))
+
+    def _sibling_folders(self, root: Path) -> list[str]:
+        """Folders of earlier runs where the logger numbers them (``…/version_3/checkpoints``): "last" is in one of those."""
+        if self._given_dirpath is not None or not root.parent.name.startswith("version_"):
+            return []
+        return sorted(str(path) for path in root.parent.parent.glob(f"version_*/{root.name}") if path != root)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._session is None:
+            return
+        self._agreement = Agreement(self._session.ranks)
+        self._started = self._now(trainer)
+        if self._session.resumed is not None:
+            self._saved_at = self._position(trainer)
+        self._update_best()
+
+    # -- when to save -------------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        session = self._session
+        if session is None or self._agreement is None:
+            return
+        self._hear(trainer, pl_module)
+        at_boundary = session.at_step_boundary()
+        now = self._now(trainer)
+        wanted = self._wanted_by_time(now) if session.ranks.rank == 0 else None
+        answer = self._agreement.ask(bool(wanted))
+        if answer is not None and answer[0]:
+            self._reason = wanted or self._reason or "time"
+        if not at_boundary:
+            return
+        by_step = self.schedule.by_step_alone()
+        reasons = [reason for reason in (by_step.due(now, self._started) if by_step else None, self._reason) if reason]
+        if not reasons:
+            return
+        if self.monitor is not None and session.validation_follows():
+            self._reason = "; ".join(reasons)  # saved with a fresh score, when the validation that begins now has ended
+            return
+        self._reason = ""
+        self._save(trainer, "; ".join(reasons))
+
+    def _wanted_by_time(self, now: Progress) -> str | None:
+        by_agreement = self.schedule.by_agreement()
+        assert self._session is not None
+        if by_agreement is None or self._session.engine.busy:
+            return None
+        return by_agreement.due(now, self._started)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._session is not None and not trainer.sanity_checking:
+            self._metrics_before_validation = set(trainer.callback_metrics)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._agreement is None or trainer.sanity_checking or not trainer.state.fn == "fit":
+            return
+        self._validation_metrics |= set(trainer.callback_metrics) - self._metrics_before_validation
+        self._validated_at = trainer.global_step
+        if not self._should_save_on_train_epoch_end(trainer):
+            self._save_with_metrics(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._agreement is not None and self._should_save_on_train_epoch_end(trainer):
+            self._save_with_metrics(trainer)
+
+    def _save_with_metrics(self, trainer: Trainer) -> None:
+        """Save at the end of a validation or an epoch, if anybody asks for it; one save for all of them."""
+        reasons = [self._reason] if self._reason else []
+        self._reason = ""
+        if self._every_epochs and (trainer.current_epoch + 1) % self._every_epochs == 0:
+            reasons.append("end of epoch")
+        assert self._session is not None
+        if self._session.ranks.broadcast(self._gets_into_top_k(trainer)):
+            reasons.append(f"among the {self.save_top_k} best {self.monitor}" if self.save_top_k > 1 else f"best {self.monitor}")
+        if reasons:
+            self._save(trainer, "; ".join(reasons))
+
+    def _gets_into_top_k(self, trainer: Trainer) -> bool:
+        if self.ranking is None or self.save_top_k == 0:
+            return False
+        score = self._metrics(trainer).get(self.ranking.monitor)
+        if score is None or not math.isfinite(score):
+            return False
+        best = self.ranking.best(self._committed)
+        if self.save_top_k == -1 or len(best) < self.save_top_k:
+            return True
+        worst_kept = self._committed[best[self.save_top_k - 1]].metrics[self.ranking.monitor]
+        return score < worst_kept if self.mode == "min" else score > worst_kept
+
+    # -- save ---------------------------------------------------------------------------------------------------------
+
+    def _save(self, trainer: Trainer, reason: str) -> Save | None:
+        """Start a save of this step, unless it is saved already or one is under way.  Collective."""
+        session, folder = self._session, self._folder
+        assert session is not None
+        assert folder is not None
+        if self._saved_at == self._position(trainer):
+            return None
+        self._stop_after_failures()
+        metrics = self._metrics(trainer)
+        save = session.save(
+            folder,
+            self._name(trainer),
+            reason=reason,
+            metrics=metrics,
+            weights_only=self.save_weights_only,
+            replace=not self._enable_version_counter,
+        )
+        if save is not None:
+            self._saved_at = self._position(trainer)
+            self._started = self._now(trainer)
+        return save
+
+    def _name(self, trainer: Trainer) -> str:
+        """The checkpoint's name from the template; slashes in metrics' names do not make folders."""
+        path = self.format_checkpoint_name(self._monitor_candidates(trainer))
+        return os.path.relpath(path, self.dirpath).replace(os.sep, "_")
+
+    def _metrics(self, trainer: Trainer) -> dict[str, float]:
+        """The numbers logged at this step; those of an earlier validation belong to an earlier step and are left out."""
+        fresh = self._validated_at == trainer.global_step
+        return {
+            name: float(value)
+            for name, value in trainer.callback_metrics.items()
+            if value.numel() == 1 and (fresh or name not in self._validation_metrics)
+        }
+
+    def _stop_after_failures(self) -> None:
+        """Raise on all ranks alike once too many saves in a row have failed."""
+        assert self._session is not None
+        failures = self._session.ranks.any_max(self._session.engine.failures)[0]
+        most = 1 if self.on_save_error == "raise" else self.max_failures
+        if failures >= most:
+            raise SaveFailed(
+                f"{failures} saves in a row have failed; the last cause: {self._last_error}",
+                hint="The checkpoints before them are untouched: mend the storage, then start again with ckpt_path='last'.",
+            )
+
+    _last_error: str = "see the log of the rank that failed"
+
+    def _hear(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take note of the saves that ended since the last batch."""
+        assert self._session is not None
+        for save in self._session.finished(self._folder):
+            log_save(save)
+            error = save.committed.exception()
+            if error is not None:
+                self._saved_at = None
+                self._last_error = str(error)
+                rank_zero_warn(f"{error} Training goes on; the next save tries again.")
+                continue
+            self._note(trainer, pl_module, save.committed.result())
+
+    def _note(self, trainer: Trainer, pl_module: LightningModule, checkpoint: Committed) -> None:
+        """Now that it exists: tell loggers and subclasses."""
+        self._committed[checkpoint.path.name] = checkpoint.manifest
+        assert self._session is not None
+        in_use = self._session.engine.in_use
+        for verdict in judge(self._committed, self.keep, self.ranking, in_use):
+            if not verdict.keep:
+                del self._committed[verdict.name]
+        self._update_best()
+        if self.verbose and trainer.is_global_zero:
+            print(f"saved {checkpoint.path} ({checkpoint.manifest.reason})")
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.after_save_checkpoint(proxy(self))
+        self.on_checkpoint_committed(trainer, pl_module, checkpoint)
+
+    def _update_best(self) -> None:
+        """Set ModelCheckpoint's public fields from what is committed."""
+        folder = self._folder
+        assert folder is not None
+        newest_first = sorted(self._committed, key=lambda name: self._committed[name].order, reverse=True)
+        healthy = [name for name in newest_first if self._committed[name].health == HEALTHY]
+        self.last_model_path = str(folder.tier.path(newest_first[0])) if newest_first else ""
+        best = self.ranking.best(self._committed) if self.ranking is not None else healthy[:1]
+        self.best_model_path = str(folder.tier.path(best[0])) if best else ""
+        if self.ranking is not None:
+            scores = {name: torch.tensor(self._committed[name].metrics[self.ranking.monitor]) for name in best}
+            top = best if self.save_top_k == -1 else best[: self.save_top_k]
+            self.best_k_models = {str(folder.tier.path(name)): scores[name] for name in top}
+            self.best_model_score = scores[best[0]] if best else None
+            self.kth_best_model_path = str(folder.tier.path(top[-1])) if top else ""
+
+    @staticmethod
+    def _position(trainer: Trainer) -> tuple[int, int]:
+        """The step boundary training is at; batches count where manual optimization leaves the step alone."""
+        return trainer.global_step, trainer.fit_loop.epoch_loop.batch_progress.total.ready
+
+    @staticmethod
+    def _now(trainer: Trainer) -> Progress:
+        return Progress(trainer.global_step or trainer.fit_loop.epoch_loop.batch_progress.total.ready, time.monotonic())
+
+    # -- end ----------------------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        session = self._session
+        if session is None or self._agreement is None or self._folder is None:
+            return
+        self._agreement.close()
+        self._wait(trainer, pl_module)
+        while self._saved_at != self._position(trainer) and self._now(trainer).step > 0:
+            self._save(trainer, "end of training")
+            self._wait(trainer, pl_module)
+
+    def _wait(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Until the save under way has ended on all ranks."""
+        assert self._session is not None
+        self._session.engine.drain(self.save_timeout + 60)
+        self._hear(trainer, pl_module)
+        saved = self._session.ranks.any_max(self._saved_at is None)[0]
+        if saved:
+            self._saved_at = None
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._session is not None:
+            self._session.leave()
+            self._session = self._agreement = None
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Let the save under way finish, within seconds and without a word to the other ranks, which may be anywhere."""
+        session = self._session
+        if session is None:
+            return
+        if self.save_on_exception and session.ranks.world_size == 1 and self._agreement is not None:
+            session.engine.drain(DRAIN_AFTER_EXCEPTION)
+            self._save(trainer, f"{type(exception).__name__}: {exception}"[:200])
+        session.abandon(DRAIN_AFTER_EXCEPTION)
+        self._session = self._agreement = None
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing that the manifests do not say better."""
+        return {}
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        pass
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Picklable at any time (``ddp_spawn``, ``copy``): what belongs to a running fit stays behind."""
+        return {**self.__dict__, "_session": None, "_agreement": None, "_folder": None}
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+def _the_schedule(
+    schedule: Schedule | None, steps: int | None, interval: timedelta | None, epochs: int | None
+) -> Schedule:
+    """One schedule from what was given; SetupError where it contradicts itself."""
+    for name, value in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
+        if value is not None:
+            _check_number(name, value, least=0, whole=True)
+    triggers: list[Schedule] = []
+    if steps:
+        triggers.append(EverySteps(steps))
+    if interval is not None:
+        triggers.append(EverySeconds(interval))  # type: ignore[arg-type]
+    if schedule is not None:
+        check_schedule(schedule)
+        if triggers:
+            raise SetupError(
+                f"schedule={schedule!r} was given together with every_n_train_steps or train_time_interval.",
+                hint=f"Use schedule=FirstOf({schedule!r}, {', '.join(map(repr, triggers))}).",
+            )
+        return schedule
+    if triggers:
+        return FirstOf(*triggers) if len(triggers) > 1 else triggers[0]
+    return Never() if epochs or steps == 0 else DEFAULT_SCHEDULE
+
+
+class Never(Schedule):
+    """No saves but those that epochs, validations and the end of training ask for."""
+
+    def __repr__(self) -> str:
+        return "Never()"
+
+    def due(self, now: Progress, last: Progress) -> None:
+        return None
+
+
+def _check_dirpath(dirpath: str | os.PathLike[str] | None) -> str | None:
+    """The folder as given, made absolute unless it has variables; SetupError where it cannot be one."""
+    if dirpath is None:
+        return None
+    text = os.fspath(dirpath)
+    protocol = get_protocol(text)
+    if protocol not in ("file", "local"):
+        try:
+            fsspec.get_filesystem_class(protocol)
+        except (ImportError, ValueError) as error:
+            raise SetupError(
+                f"dirpath={text!r} needs a package that is not installed: {error}.",
+                hint="pip install 'lightning_resilience[s3]'" if protocol in ("s3", "s3a") else "",
+            ) from error
+        raise SetupError(
+            f"dirpath={text!r} is not on a local or shared file system.", hint="Give dirpath= a folder."
+        )
+    path = str(local_path(text))
+    if "$" in path:
+        return path
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise SetupError(f"dirpath={path!r} is a file.", hint="Give dirpath= a folder.")
+    return os.path.realpath(path)
+
+
+def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if not any(value is choice or value == choice for choice in choices):
+        raise SetupError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}.")
+
+
+def _check_number(name: str, value: object, *, least: float, whole: bool = False) -> None:
+    kinds = (int,) if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value < math.inf:
+        raise SetupError(f"{name}={value!r}: a {'whole ' if whole else ''}number of {least:g} or more is wanted.")
+
+
+def _make_visible() -> None:
+    """Show the package's log lines as Lightning shows its own, unless the user has set up logging."""
+    if log.level == logging.NOTSET and not log.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(name)s %(message)s"))
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        log.propagate = False

@@ -1,0 +1,600 @@
+"""A save, from the training thread to the commit.
+
+::
+
+    training thread                          background thread of each rank
+    ───────────────                          ──────────────────────────────
+    agree: is any rank busy?
+    capture the state
+    plan (first time, or its shape changed)
+    stage: copy it into a slot  ──────────>  persist: write the slot's bytes, digest, fsync
+    … training goes on …                     report to the board
+                                             leader of each folder: all reported? manifest, rename
+                                             verdict on the board; retain
+
+All ranks call ``save`` at the same step.  What one rank cannot do reaches the others as a verdict: then the attempt is dropped
+on all of them, nothing of it stays, and the checkpoints before it are as they were.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from lightning_resilience import points, store
+from lightning_resilience.errors import ResilienceError, SaveFailed
+from lightning_resilience.manifest import (
+    HEALTHY,
+    MANIFEST,
+    META,
+    METADATA,
+    PARTIAL,
+    FileEntry,
+    Manifest,
+    rank_file,
+    shard_file,
+)
+from lightning_resilience.ranks import Board, Ranks, attempt, portable, raise_first
+from lightning_resilience.retention import Keep, Ranking
+from lightning_resilience.shards import FlatState, GlobalPlan, Layout, State, lay_out, metadata_bytes, plan_locally, share_out
+from lightning_resilience.slots import Slot, SlotMemory, dump_objects
+from lightning_resilience.tiers import LocalTier
+
+log = logging.getLogger("lightning_resilience")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a save copies: references to the live state, and what is already serialised.
+
+    Args:
+        state: nested tensors and objects, as DCP takes them; this rank's part.
+        identical: flat keys of plain tensors that all ranks hold bit for bit.
+        meta: content of ``meta.pt``; rank 0's is written.
+        rank_state: content of this rank's own file.
+    """
+
+    state: State
+    identical: Collection[str]
+    meta: bytes
+    rank_state: bytes
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the manifest says of a save beside its files; rank 0's are written."""
+
+    step: int
+    epoch: int
+    reason: str
+    strategy: str
+    health: str = HEALTHY
+    labels: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Folder:
+    """A tier as this rank sees it: which ranks share it, and the rule of what it keeps."""
+
+    tier: LocalTier
+    sharing: tuple[int, ...]
+    leaders: tuple[int, ...]
+    keep: Keep | None = None
+    ranking: Ranking | None = None
+    link: str | None = None
+
+
+@dataclass
+class Save:
+    """One save under way: futures for its stages, and how long they took in seconds."""
+
+    step: int
+    attempt: int
+    sequence: int
+    folder: Folder
+    facts: Facts
+    staged: Future[None] = field(default_factory=Future)
+    committed: Future[Committed] = field(default_factory=Future)
+    stall: float = 0.0
+    persist: float = 0.0
+
+    def wait(self, seconds: float | None = None) -> Committed:
+        """Block until it is committed.
+
+        Raises:
+            SaveFailed: it was dropped, or is not done after ``seconds``.
+        """
+        try:
+            return self.committed.result(seconds)
+        except TimeoutError as error:
+            raise SaveFailed(f"The save of step {self.step} is not done after {seconds:.0f} s.", step=self.step) from error
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A checkpoint that exists: its ``path`` and ``manifest``."""
+
+    path: Path
+    manifest: Manifest
+
+
+@dataclass
+class _Plan:
+    """What holds until the shape of the state changes on any rank."""
+
+    fingerprint: tuple[Any, ...]
+    layout: Layout
+    metadata: bytes
+    slots: list[Slot]
+    turn: int = 0
+
+    def next_slot(self) -> Slot:
+        self.turn += 1
+        return self.slots[self.turn % len(self.slots)]
+
+
+@dataclass
+class _Prepared:
+    """This rank's state, flattened, and its pickled objects where the plan has room for them."""
+
+    flat: FlatState
+    fingerprint: tuple[Any, ...]
+    objects: dict[str, bytes] | None
+
+
+@dataclass
+class _Job:
+    """What the training thread hands to the background: the bytes of each file, or why there are none."""
+
+    save: Save
+    name: str
+    replace: bool
+    files: dict[str, Any] = field(default_factory=dict)
+    error: BaseException | None = None
+    dropped: bool = False
+
+
+class Engine:
+    """Saves of one run, on one rank.
+
+    Creating it is collective, as are ``open_folder``, ``save`` and ``close``.
+
+    Args:
+        ranks: the ranks that save together.
+        memory: where slots are; see ``SlotMemory``.
+        timeout: seconds after which a save that some rank has not finished is dropped.
+    """
+
+    def __init__(self, ranks: Ranks, *, memory: Any = "auto", timeout: float = 1800.0) -> None:
+        self.ranks = ranks
+        self.run: str = ranks.broadcast(ranks.session)
+        self.sequence = 0
+        self.failures = 0
+        self.skipped = 0
+        self.in_use: set[str] = set()
+        self.timeout = timeout
+        self._memory = SlotMemory(memory, ranks.rank)
+        self._plan: _Plan | None = None
+        self._in_flight: Save | None = None
+        self._attempts = 0
+        self._finished: queue.SimpleQueue[Save] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._board: Board | None = None
+
+    # -- folders ------------------------------------------------------------------------------------------------------
+
+    def open_folder(self, root: Path, *, keep: Keep | None = None, ranking: Ranking | None = None, link: str | None = None) -> Folder:
+        """Check that every rank can write its folder, find out who shares it, and clear what a killed run left there.
+
+        Raises:
+            TierUnavailable, TierDenied: a rank cannot use its folder; on all ranks.
+        """
+        tier = LocalTier(root)
+        sharing = self.ranks.sharing(tier)
+        leaders = tuple(sorted(set(self.ranks.all_gather(sharing[0]))))
+        folder = Folder(tier, sharing, leaders, keep, ranking, link)
+        raise_first(self.ranks.gathered(lambda: self._take_over(folder)))
+        return folder
+
+    def _take_over(self, folder: Folder) -> None:
+        if self.ranks.rank == folder.sharing[0]:
+            for sentence in store.sweep(folder.tier):
+                log.warning("event=sweep folder=%s what=%r", folder.tier.root, sentence)
+
+    def count_from(self, manifests: Collection[Manifest]) -> None:
+        """Number the saves to come after those that are there, on all ranks alike."""
+        newest = max((manifest.sequence for manifest in manifests), default=0)
+        self.sequence = self.ranks.any_max(max(newest, self.sequence))[0]
+
+    # -- the training thread ------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank still works on a save."""
+        return self._in_flight is not None and not self._in_flight.committed.done()
+
+    def save(
+        self, folder: Folder, name: str, facts: Facts, capture: Callable[[], Snapshot], *, replace: bool = False
+    ) -> Save | None:
+        """Start a save: on return the state is copied and training may go on.
+
+        Args:
+            folder: where to.
+            name: wanted name of the checkpoint; rank 0's counts, and it gets a version if it is taken.
+            facts: what the manifest says of it.
+            capture: gives the state; called once it is certain that there is a save.
+            replace: whether a checkpoint of that name gives way, instead.
+
+        Returns:
+            The save, which may already have failed; None where the one before it is not done on some rank.
+        """
+        begin = time.perf_counter()
+        if self.ranks.any_max(self.busy)[0]:
+            self.skipped += 1
+            log.info("event=skip step=%d skipped=%d reason='the save before it is not done'", facts.step, self.skipped)
+            return None
+        snapshot = capture()
+        self._attempts += 1
+        self.sequence += 1
+        save = self._in_flight = Save(facts.step, self._attempts, self.sequence, folder, facts)
+        job = _Job(save, name, replace)
+        try:
+            self._stage(job, snapshot)
+        except Exception as error:
+            job.error = error
+        else:
+            save.staged.set_result(None)
+            points.reach("staged")
+        save.stall = time.perf_counter() - begin
+        self._submit(job)
+        return save
+
+    def _stage(self, job: _Job, snapshot: Snapshot) -> None:
+        prepared = attempt(lambda: self._prepare(snapshot))
+        unprepared = isinstance(prepared, BaseException)
+        outgrown = not isinstance(prepared, BaseException) and prepared.objects is None
+        failed, replan = self.ranks.any_max(unprepared, outgrown)
+        if isinstance(prepared, BaseException):
+            raise prepared
+        if failed:
+            job.dropped = True  # another rank says why
+            return
+        if replan:
+            self._replan(prepared, snapshot.identical)
+        assert self._plan is not None
+        slot = self._plan.next_slot()
+        slot.fill(prepared.flat, prepared.objects or dump_objects(self._plan.layout, prepared.flat) or {})
+        rank = self.ranks.rank
+        job.files[shard_file(rank)] = slot.view()
+        job.files[rank_file(rank)] = snapshot.rank_state
+        if rank == 0:
+            job.files[META] = snapshot.meta
+            job.files[METADATA] = self._plan.metadata
+
+    def _prepare(self, snapshot: Snapshot) -> _Prepared:
+        """What can be done before the ranks know whether the plan still holds; no objects where it does not for this one."""
+        flat = FlatState.of(snapshot.state)
+        fingerprint = (flat.fingerprint(), frozenset(snapshot.identical))
+        holds = self._plan is not None and self._plan.fingerprint == fingerprint
+        objects = dump_objects(self._plan.layout, flat) if self._plan is not None and holds else None
+        return _Prepared(flat, fingerprint, objects)
+
+    def _replan(self, prepared: _Prepared, identical: Collection[str]) -> None:
+        """Share the state out anew and lay out this rank's part.  Fails on all ranks or on none."""
+        self._drop_plan()
+        prepared.objects = None
+        flat = prepared.flat
+        plans = self.ranks.gather(attempt(lambda: plan_locally(flat, identical)))
+        shares: list[Any] | None = None
+        plan: GlobalPlan | BaseException | None = None
+        if plans is not None:
+            plan = attempt(lambda: _share_out_or_raise(plans))
+            shares = [plan] * len(plans) if isinstance(plan, BaseException) else list(plan.pieces)
+        mine = self.ranks.scatter(shares)
+        if isinstance(mine, BaseException):
+            raise mine
+
+        laid = attempt(lambda: self._allocate(lay_out(mine, flat)))
+        everyone = self.ranks.all_gather(laid if isinstance(laid, BaseException) else laid[0].extents)
+        try:
+            raise_first(everyone)
+        except BaseException:
+            if not isinstance(laid, BaseException):
+                _close(laid[1])
+            raise
+        assert not isinstance(laid, BaseException)
+        metadata = metadata_bytes(plan, everyone) if isinstance(plan, GlobalPlan) else b""  # type: ignore[arg-type]
+        self._plan = _Plan(prepared.fingerprint, laid[0], metadata, laid[1])
+
+    def _allocate(self, layout: Layout) -> tuple[Layout, list[Slot]]:
+        return layout, self._memory.allocate(layout)
+
+    def _submit(self, job: _Job) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="resilience-persist", daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+
+    def poll(self) -> list[Save]:
+        """The saves that were committed or dropped since the last call, oldest first."""
+        finished = []
+        with suppress(queue.Empty):
+            while True:
+                finished.append(self._finished.get_nowait())
+        return finished
+
+    def drain(self, seconds: float) -> bool:
+        """Wait for the save under way, if any; whether it is done."""
+        save = self._in_flight
+        if save is None:
+            return True
+        try:
+            save.committed.exception(seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    def close(self, seconds: float | None = None) -> None:
+        """End the background work and give all memory back.  Not collective: rank 0 may leave only when all are done."""
+        done = self.drain(self.timeout if seconds is None else seconds)
+        if not done:
+            log.warning("event=close reason='left while a save was under way; it is dropped'")
+        if self._thread is not None:
+            self._jobs.put(None)
+            if done:
+                self._thread.join(timeout=30)
+            self._thread = None
+        self._drop_plan()
+        self._memory.close()
+
+    def _drop_plan(self) -> None:
+        if self._plan is not None:
+            _close(self._plan.slots)
+            self._plan = None
+
+    # -- the background thread ----------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            save = job.save
+            begin = time.perf_counter()
+            try:
+                committed = self._persist(job)
+            except BaseException as error:
+                self.failures += 1
+                job.files.clear()
+                failure = _as_save_failed(error, save.step, self.ranks.rank)
+                if not save.staged.done():
+                    save.staged.set_exception(failure)
+                self._finished.put(save)
+                save.committed.set_exception(failure)
+            else:
+                self.failures = 0
+                job.files.clear()
+                save.persist = time.perf_counter() - begin
+                self._finished.put(save)
+                save.committed.set_result(committed)
+
+    def _persist(self, job: _Job) -> Committed:
+        """Write this rank's files, then see the save through to its verdict."""
+        if self._board is None:
+            self._board = self.ranks.board()
+        save, rank = job.save, self.ranks.rank
+        verdict = _Verdict(self._board, f"{self.ranks.session}/{save.attempt}", rank, self.timeout)
+        tier = save.folder.tier
+        partial = ""
+        try:
+            if job.error is not None:
+                raise job.error
+            if not job.dropped:
+                points.reach("persist.begin")
+                if rank == 0:
+                    verdict.name(job.name if job.replace else store.free_name(tier, job.name))
+                partial = f"{verdict.wait_name()}{PARTIAL}{self.ranks.session}-{save.attempt}"
+                verdict.report(self._write(job, partial), self.ranks.world_size)
+            verdict.wait_reports()
+            name = verdict.wait_name()
+            if rank in save.folder.leaders:
+                self._commit(job, verdict, partial, name)
+            manifest = verdict.wait_commit()
+        except BaseException as error:
+            verdict.fail("stage" if job.error is not None else "persist", error)
+            if partial:
+                _undo(tier, partial, {*job.files, MANIFEST, META, METADATA} if rank in save.folder.leaders else job.files)
+            raise
+        if rank in save.folder.leaders:
+            self._after_commit(save.folder, name)
+        if rank == 0:
+            verdict.clear(self.ranks.world_size)
+        return Committed(tier.path(name), manifest)
+
+    def _write(self, job: _Job, partial: str) -> list[FileEntry]:
+        tier = job.save.folder.tier
+        tier.begin(partial)
+        written = [tier.write(partial, file, data, self.ranks.rank) for file, data in job.files.items()]
+        tier.sync(partial)
+        points.reach("persist.end")
+        return written
+
+    def _commit(self, job: _Job, verdict: _Verdict, partial: str, name: str) -> None:
+        """As leader of a folder: the manifest, then the rename.  Rank 0 goes last, so that its word covers every folder."""
+        save, tier = job.save, job.save.folder.tier
+        others = [leader for leader in save.folder.leaders if leader != 0]
+        if self.ranks.rank == 0:
+            files = [entry for rank in range(self.ranks.world_size) for entry in verdict.reported(rank)]
+            manifest = self._manifest(save, files)
+            if others:
+                verdict.hand_over(manifest, {file: bytes(job.files[file]) for file in (META, METADATA)})
+                for leader in others:
+                    verdict.wait_folder(leader)
+            store.commit(tier, partial, name, manifest, replace=job.replace)
+            verdict.commit(manifest)
+        else:
+            manifest, copies = verdict.take_over()
+            for file, data in copies.items():
+                tier.write(partial, file, data)
+            store.commit(tier, partial, name, manifest, replace=job.replace)
+            verdict.folder_done()
+
+    def _manifest(self, save: Save, files: list[FileEntry]) -> Manifest:
+        facts = save.facts
+        return Manifest(
+            run=self.run,
+            step=facts.step,
+            epoch=facts.epoch,
+            created=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            reason=facts.reason,
+            files=tuple(files),
+            sequence=save.sequence,
+            health=facts.health,
+            labels=facts.labels,
+            world_size=self.ranks.world_size,
+            strategy=facts.strategy,
+            metrics=facts.metrics,
+            versions=facts.versions,
+        )
+
+    def _after_commit(self, folder: Folder, name: str) -> None:
+        """Housekeeping of a folder; trouble here is not the checkpoint's, which exists already."""
+        try:
+            if folder.link is not None:
+                folder.tier.point(folder.link, name)
+            if folder.keep is not None:
+                store.retain(folder.tier, folder.keep, folder.ranking, self.in_use)
+        except OSError as error:
+            log.warning("event=retain folder=%s error=%r", folder.tier.root, error)
+
+
+class _Verdict:
+    """What the ranks tell each other about one save, in the order of the methods.
+
+    Every key is written once, with its value or with the failure that made it impossible, so that a wait is for one key only.
+    ``reports`` is where it is decided: either the last rank to report writes it, or the first one to fail does.
+    """
+
+    def __init__(self, board: Board, prefix: str, rank: int, timeout: float) -> None:
+        self._board = board
+        self._prefix = prefix
+        self._rank = rank
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout
+
+    def _key(self, *parts: object) -> str:
+        return "/".join(map(str, (self._prefix, *parts)))
+
+    def _put(self, value: object, *parts: object) -> None:
+        self._board.put_once(self._key(*parts), value)
+
+    def _wait(self, *parts: object) -> Any:
+        try:
+            value = self._board.wait(self._key(*parts), self._deadline - time.monotonic())
+        except TimeoutError as error:
+            raise SaveFailed(
+                f"Not every rank finished its part of the save within {self._timeout:.0f} s.",
+                stage="commit",
+                hint="Raise save_timeout= if the storage is that slow.",
+            ) from error
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+    def name(self, name: str) -> None:
+        self._put(name, "name")
+
+    def wait_name(self) -> str:
+        return str(self._wait("name"))
+
+    def report(self, files: list[FileEntry], world_size: int) -> None:
+        self._put(files, "files", self._rank)
+        if self._board.count(self._key("count")) == world_size:
+            self._put(True, "reports")
+
+    def wait_reports(self) -> None:
+        self._wait("reports")
+
+    def reported(self, rank: int) -> list[FileEntry]:
+        files: list[FileEntry] = self._wait("files", rank)
+        return files
+
+    def hand_over(self, manifest: Manifest, files: dict[str, bytes]) -> None:
+        self._put((manifest, files), "copies")
+
+    def take_over(self) -> tuple[Manifest, dict[str, bytes]]:
+        manifest, files = self._wait("copies")
+        return manifest, files
+
+    def folder_done(self) -> None:
+        self._put(True, "folder", self._rank)
+
+    def wait_folder(self, rank: int) -> None:
+        self._wait("folder", rank)
+
+    def commit(self, manifest: Manifest) -> None:
+        self._put(manifest, "committed")
+
+    def wait_commit(self) -> Manifest:
+        manifest: Manifest = self._wait("committed")
+        return manifest
+
+    def fail(self, stage: str, error: BaseException) -> None:
+        """Drop the save on all ranks, as far as this rank has a say in it still."""
+        if not isinstance(error, SaveFailed) or error.rank is None:
+            hint = getattr(error, "hint", "")
+            error = SaveFailed(f"Rank {self._rank}: {_describe(error)}", rank=self._rank, stage=stage, hint=hint)
+        error = portable(error)
+        with suppress(Exception):  # the board may be what failed; the others have their deadline
+            self._put(error, "reports")
+            self._put(error, "folder", self._rank)
+            if self._rank == 0:
+                for key in ("name", "copies", "committed"):
+                    self._put(error, key)
+
+    def clear(self, world_size: int) -> None:
+        """Take the bulky entries off the board; nobody asks for them any more."""
+        with suppress(Exception):
+            self._board.forget(*(self._key("files", rank) for rank in range(world_size)), self._key("copies"))
+
+
+def _share_out_or_raise(plans: list[Any]) -> GlobalPlan:
+    raise_first(plans)
+    return share_out(plans)
+
+
+def _undo(tier: LocalTier, partial: str, files: Collection[str]) -> None:
+    """Take this rank's files of a dropped save away; the last rank out removes the folder."""
+    with suppress(OSError):
+        for file in files:
+            tier.path(partial, file).unlink(missing_ok=True)
+        tier.path(partial).rmdir()
+
+
+def _close(slots: list[Slot]) -> None:
+    for slot in slots:
+        slot.close()
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, ResilienceError):
+        return error.message
+    return f"{type(error).__name__}: {error}"
+
+
+def _as_save_failed(error: BaseException, step: int, rank: int) -> SaveFailed:
+    message = f"The save of step {step} was dropped: {_describe(error)}"
+    of_rank = error.rank if isinstance(error, SaveFailed) else rank
+    stage = error.stage if isinstance(error, SaveFailed) else ""
+    failure = SaveFailed(message, step=step, rank=of_rank, stage=stage, hint=getattr(error, "hint", ""))
+    failure.__cause__ = error
+    return failure

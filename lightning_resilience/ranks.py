@@ -1,0 +1,260 @@
+"""Everything that talks between ranks, and nothing else does.
+
+Two channels, neither of which is the Trainer's:
+
+* **the group**: gloo, with a timeout of its own, used from the training thread only.  All ranks call the same method at the
+  same step, so these are collectives: a few integers a save, whole plans when the shape of the state changed, and lists
+  of checkpoints at a resume.
+* **the board**: a key-value store with deadlines, used from the background.  Nobody waits for anybody who has not promised to
+  write: a save ends on every rank with the verdict of the board, or with its deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import HashStore, TCPStore
+
+from lightning_resilience.errors import ResilienceError
+from lightning_resilience.tiers import BLOCK, LocalTier
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks of one training run, as seen from one of them.
+
+    Creating it is collective.
+
+    Args:
+        rank: global rank of this process.
+        world_size: number of processes.
+        timeout: seconds after which a collective of the group gives up.
+        address: host name under which rank 0 is reached, where the launcher says so.
+    """
+
+    def __init__(self, rank: int = 0, world_size: int = 1, *, timeout: float = 1800.0, address: str | None = None) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._timeout = timedelta(seconds=timeout)
+        self._group: Any = None
+        self._server: Any = None
+        if world_size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+        self.session: str = self.broadcast(uuid.uuid4().hex[:12])
+        self._where = self._open_board(address)
+
+    # -- the group ----------------------------------------------------------------------------------------------------
+
+    def any_max(self, *values: int) -> list[int]:
+        """The largest of each value over all ranks."""
+        if self.world_size == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        return [int(value) for value in tensor.tolist()]
+
+    def start_max(self, *values: int) -> PendingMax:
+        """``any_max`` that does not wait; ask the returned handle for the answer some steps later."""
+        tensor = torch.tensor(values, dtype=torch.int64)
+        work = None
+        if self.world_size > 1:
+            work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return PendingMax(tensor, work)
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value, on all ranks."""
+        if self.world_size == 1:
+            return value
+        box = [value if self.rank == 0 else None]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]  # type: ignore[return-value]
+
+    def gather(self, value: T) -> list[T] | None:
+        """Every rank's value, in rank order, on rank 0; None elsewhere."""
+        if self.world_size == 1:
+            return [value]
+        box: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(value, box, dst=0, group=self._group)
+        return box
+
+    def scatter(self, values: Sequence[T] | None) -> T:
+        """This rank's one of rank 0's values."""
+        if self.world_size == 1:
+            assert values is not None
+            return values[0]
+        box: list[Any] = [None]
+        dist.scatter_object_list(box, list(values) if values is not None else None, src=0, group=self._group)
+        return box[0]  # type: ignore[no-any-return]
+
+    def all_gather(self, value: T) -> list[T]:
+        """Every rank's value, in rank order, on all ranks."""
+        if self.world_size == 1:
+            return [value]
+        box: list[Any] = [None] * self.world_size
+        dist.all_gather_object(box, value, group=self._group)
+        return box
+
+    def gathered(self, compute: Callable[[], T]) -> list[T | BaseException]:
+        """``all_gather(compute())``, where a rank that fails hands in its exception, so that none is left waiting."""
+        return self.all_gather(attempt(compute))
+
+    def copy_file(self, source: int, path: Path, sink: Path | None) -> None:
+        """Send a file from rank ``source``, where it is at ``path``, to the ranks that give a ``sink`` to write it to.  Collective."""
+        here = self.rank == source
+        size = self.all_gather(path.stat().st_size if here else 0)[source]
+        with open(path, "rb") if here else nullcontext() as reader, open(sink, "xb") if sink else nullcontext() as writer:
+            for start in range(0, size, BLOCK):
+                count = min(BLOCK, size - start)
+                block = torch.empty(count, dtype=torch.uint8)
+                if reader is not None:
+                    reader.readinto(memoryview(block.numpy()))
+                dist.broadcast(block, src=source, group=self._group)
+                if writer is not None:
+                    writer.write(memoryview(block.numpy()))
+            if writer is not None:
+                writer.flush()
+                os.fsync(writer.fileno())
+
+    # -- the board ----------------------------------------------------------------------------------------------------
+
+    def _open_board(self, address: str | None) -> tuple[str, int] | None:
+        if self.world_size == 1:
+            self._server = HashStore()
+            return None
+        where = None
+        if self.rank == 0:
+            self._server = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+            where = (address or os.environ.get("MASTER_ADDR") or socket.gethostname(), self._server.port)
+        return self.broadcast(where)
+
+    def board(self) -> Board:
+        """A connection of the calling thread's own: a wait on it holds up nobody else."""
+        if self._where is None:
+            return Board(self._server)
+        host, port = self._where
+        if self.rank == 0:
+            host = "localhost"
+        return Board(TCPStore(host, port, is_master=False, timeout=self._timeout))
+
+    # -- folders ------------------------------------------------------------------------------------------------------
+
+    def sharing(self, tier: LocalTier) -> tuple[int, ...]:
+        """Which ranks see the same folder as this one; found out by writing a file each.  Collective.
+
+        Raises:
+            TierUnavailable, TierDenied: a rank cannot write its folder; on all ranks.
+        """
+        probes = tier.root / self.broadcast(f".ranks-{uuid.uuid4().hex[:12]}")
+        mine = probes / str(self.rank)
+
+        def write() -> None:
+            tier.check_writable()
+            probes.mkdir(exist_ok=True)
+            mine.touch()
+
+        raise_first(self.gathered(write))
+        seen = self.gathered(lambda: tuple(sorted(int(name) for name in os.listdir(probes))))
+        raise_first(seen)
+        mine.unlink(missing_ok=True)
+        try:
+            probes.rmdir()
+        except OSError:
+            pass  # another rank's file is still in it; the last one out removes it
+        answer = seen[self.rank]
+        assert isinstance(answer, tuple)
+        return answer
+
+    def close(self) -> None:
+        """Leave the group; rank 0 takes the board down."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+        self._server = None
+
+
+@dataclass
+class PendingMax:
+    """An answer of the group that is on its way."""
+
+    _tensor: torch.Tensor
+    _work: Any
+
+    def result(self) -> list[int]:
+        """The largest of each value over all ranks; waits where it is not there yet."""
+        if self._work is not None:
+            self._work.wait()
+        return [int(value) for value in self._tensor.tolist()]
+
+
+class Board:
+    """A key-value store with deadlines.  Values are Python objects."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def put(self, key: str, value: object) -> None:
+        """Write ``value``."""
+        self._store.set(key, pickle.dumps(value))
+
+    def put_once(self, key: str, value: object) -> Any:
+        """Write ``value`` unless somebody was first; either way, what stands there now."""
+        return pickle.loads(self._store.compare_set(key, "", pickle.dumps(value)))
+
+    def count(self, key: str) -> int:
+        """Add one, and return how many have."""
+        return int(self._store.add(key, 1))
+
+    def wait(self, key: str, seconds: float) -> Any:
+        """The value of ``key``, once somebody has written it.
+
+        Raises:
+            TimeoutError: nobody has for ``seconds``.
+        """
+        try:
+            self._store.wait([key], timedelta(seconds=max(seconds, 0.001)))
+        except dist.DistNetworkError:
+            raise
+        except (dist.DistStoreError, RuntimeError) as error:
+            raise TimeoutError(f"nobody wrote {key!r} within {seconds:.1f} s") from error
+        return pickle.loads(self._store.get(key))
+
+    def forget(self, *keys: str) -> None:
+        """Delete keys, so that a long run does not fill the store."""
+        for key in keys:
+            self._store.delete_key(key)
+
+
+def attempt(compute: Callable[[], T]) -> T | BaseException:
+    """The value, or the exception, so that it can be handed on where raising it would leave other ranks waiting."""
+    try:
+        return compute()
+    except Exception as error:
+        return portable(error)
+
+
+def portable(error: BaseException) -> BaseException:
+    """``error`` itself where it can be sent to another process, otherwise its text in an error that can."""
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:
+        return ResilienceError(f"{type(error).__name__}: {error}")
+
+
+def raise_first(answers: Sequence[T | BaseException]) -> None:
+    """Raise the lowest rank's exception, if any rank had one."""
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer

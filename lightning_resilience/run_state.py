@@ -1,0 +1,69 @@
+"""State that each rank has for itself: its random number generators.
+
+It is saved one file a rank, because DCP keeps one copy of entries that share a key: two ranks' generators under one
+name would come back as one rank's, for both.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+RankState = dict[str, Any]
+
+
+def capture() -> RankState:
+    """The generators of this process as they are now: Python, NumPy, torch on the CPU and on every CUDA device in use."""
+    kind, keys, position, has_gauss, cached_gaussian = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached_gaussian)),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else [],
+    }
+
+
+def restore(state: RankState) -> None:
+    """Put the generators back to where ``capture`` saw them.
+
+    A process that sees another number of CUDA devices than the one that saved restores those that both have.
+    """
+    version, internal, gauss_next = state["python"]
+    random.setstate((version, tuple(internal), gauss_next))
+    kind, keys, position, has_gauss, cached_gaussian = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached_gaussian))
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available():
+        for device, cuda_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(cuda_state, device)
+
+
+def derive(base: bytes, step: int, rank: int) -> None:
+    """Seed all generators for a rank that has no state of its own, because the number of ranks changed.
+
+    Args:
+        base: content of rank 0's saved state; the source of the run's randomness.
+        step: the step that is resumed.
+        rank: this rank; every rank gets a stream of its own, none gets rank 0's.
+    """
+    seed = xxhash.xxh64_intdigest(base + f"/{step}/{rank}".encode()) % 2**32
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def to_bytes(state: RankState) -> bytes:
+    """Serialise, so that it can be written later and is not what the generators go on to be."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def from_bytes(data: bytes) -> RankState:
+    """Undo ``to_bytes``; loads tensors and plain values only."""
+    return torch.load(io.BytesIO(data), weights_only=True)  # type: ignore[no-any-return]

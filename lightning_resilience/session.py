@@ -1,0 +1,429 @@
+"""One Trainer's connection to the engine: what is saved, where a load comes from, and the doorway that leads here.
+
+A session lives from a callback's ``setup`` to its ``teardown`` (or ``on_exception``), and is shared by all
+``ResilientCheckpoint`` callbacks of a Trainer.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_resilience import run_state, store
+from lightning_resilience._version import __version__
+from lightning_resilience.engine import Engine, Facts, Folder, Save, Snapshot
+from lightning_resilience.errors import CheckpointCorrupt, CheckpointIncompatible, CheckpointNotFound, SaveFailed
+from lightning_resilience.manifest import META, WEIGHTS_ONLY, Manifest, rank_file
+from lightning_resilience.ranks import Ranks, attempt, raise_first
+from lightning_resilience.reader import CheckpointReader, canonical, load_trusted
+from lightning_resilience.resume import Source, find_last, open_explicit
+from lightning_resilience.strategies import Doorway, edits_loaded_state, family_of, raw_optimizer
+from lightning_resilience.tiers import local_path
+
+log = logging.getLogger("lightning_resilience")
+
+_sessions: dict[int, Session] = {}
+
+
+class Session:
+    """The engine of one Trainer on this rank.  Opening, saving and loading are collective.
+
+    Args:
+        trainer: the Trainer; its process group must exist.
+        memory: where slots are; see ``SlotMemory``.
+        timeout: seconds after which a save that some rank has not finished is dropped.
+
+    Raises:
+        SetupError: the strategy is not supported.
+    """
+
+    def __init__(self, trainer: Trainer, *, memory: Any = "auto", timeout: float = 1800.0) -> None:
+        self.trainer = trainer
+        self.family = family_of(trainer.strategy)
+        self.ranks = Ranks(
+            trainer.global_rank,
+            trainer.world_size,
+            timeout=timeout,
+            address=getattr(getattr(trainer.strategy, "cluster_environment", None), "main_address", None),
+        )
+        self.engine = Engine(self.ranks, memory=memory, timeout=timeout)
+        self.folders: dict[Path, Folder] = {}
+        self.resumed: Source | None = None
+        self.resume_last: list[tuple[Folder, list[str]]] = []
+        """Where to look for ``ckpt_path="last"``, filled by callbacks that were asked for it: an open folder, and others."""
+        self.on_unrestorable = "raise"
+        self._finished: list[Save] = []
+        self._users = 0
+        self._source: Source | None = None
+        self._reader: CheckpointReader | None = None
+        self._model_is_loaded = False
+        self._loaded: dict[str, Any] = {}
+        self._checked_meta = False
+        self._doorway = Doorway(trainer)
+        self._attach()
+
+    @classmethod
+    def join(cls, trainer: Trainer, **kwargs: Any) -> Session:
+        """The Trainer's session, opened for its first user."""
+        session = _sessions.get(id(trainer))
+        if session is None:
+            session = _sessions[id(trainer)] = cls(trainer, **kwargs)
+        session._users += 1
+        return session
+
+    def leave(self) -> None:
+        """Close the session if this was its last user.  Collective: waits for the background work of all ranks."""
+        self._users -= 1
+        if self._users == 0:
+            self.engine.close()
+            self.ranks.any_max(0)  # rank 0 takes the board down, so it goes last
+            self._detach()
+
+    def abandon(self, seconds: float) -> None:
+        """Close the session without the other ranks, after an exception: what is under way gets ``seconds`` to finish."""
+        if self._users:
+            self._users = 0
+            self.engine.close(seconds)
+            self._detach()
+
+    def _attach(self) -> None:
+        door = self._doorway
+        door.replace(door.strategy, "lightning_module_state_dict", lambda _: self.family.model_state)
+        door.replace(door.strategy, "optimizer_state", lambda _: self._optimizer_state)
+        door.replace(door.strategy, "save_checkpoint", lambda _: self._save_checkpoint)
+        door.replace(door.strategy, "remove_checkpoint", lambda _: self._remove_checkpoint)
+        door.replace(door.strategy, "load_checkpoint", self._make_load_checkpoint)
+        door.replace(door.strategy, "load_model_state_dict", self._make_load_model_state_dict)
+        door.replace(door.strategy, "load_optimizer_state_dict", self._make_load_optimizer_state_dict)
+        door.replace(door.connector, "resume_start", self._make_resume_start)
+
+    def _detach(self) -> None:
+        self._doorway.close()
+        self.ranks.close()
+        self._reader = None
+        _sessions.pop(id(self.trainer), None)
+
+    def folder(self, root: Path, **rules: Any) -> Folder:
+        """The folder at ``root``, opened when it is first asked for.  Collective."""
+        root = root.absolute()
+        if root not in self.folders:
+            self.folders[root] = self.engine.open_folder(root, **rules)
+        return self.folders[root]
+
+    def at_step_boundary(self) -> bool:
+        """Whether no gradients of a half-done accumulation window would be lost now."""
+        return self._doorway.at_step_boundary()
+
+    def validation_follows(self) -> bool:
+        """Whether validation runs right after the current training batch."""
+        return self._doorway.validation_follows()
+
+    def finished(self, folder: Folder | None) -> list[Save]:
+        """The saves to a folder that ended since the last call."""
+        self._finished += self.engine.poll()
+        mine = [save for save in self._finished if save.folder is folder]
+        self._finished = [save for save in self._finished if save.folder is not folder]
+        return mine
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        folder: Folder,
+        name: str,
+        *,
+        reason: str,
+        metrics: Mapping[str, float],
+        weights_only: bool = False,
+        replace: bool = False,
+    ) -> Save | None:
+        """Start a save of the Trainer's state as it is now; None where one is under way."""
+        facts = self._facts(reason, metrics, weights_only)
+        return self.engine.save(
+            folder, name, facts, lambda: self._snapshot(self._doorway.dump_checkpoint(weights_only)), replace=replace
+        )
+
+    def save_now(self, folder: Folder, name: str, facts: Facts, capture: Callable[[], Snapshot], *, replace: bool) -> Save:
+        """Save and wait until it is committed; saves under way are finished first.
+
+        Raises:
+            SaveFailed: it was dropped; on all ranks.
+        """
+        self.engine.drain(self.engine.timeout)
+        save = self.engine.save(folder, name, facts, capture, replace=replace)
+        if save is None:
+            raise SaveFailed(f"The save before step {facts.step} is not done on some rank.", step=facts.step)
+        save.wait()
+        return save
+
+    def _facts(self, reason: str, metrics: Mapping[str, float], weights_only: bool) -> Facts:
+        return Facts(
+            step=self.trainer.global_step,
+            epoch=self.trainer.current_epoch,
+            reason=reason,
+            strategy=type(self.trainer.strategy).__name__,
+            labels=(WEIGHTS_ONLY,) if weights_only else (),
+            metrics=metrics,
+            versions={
+                "torch": torch.__version__,
+                "lightning": lightning.__version__,
+                "lightning_resilience": __version__,
+            },
+        )
+
+    def _snapshot(self, checkpoint: dict[str, Any]) -> Snapshot:
+        """Split a Trainer's checkpoint into tensors for DCP and the rest, which is serialised here and now."""
+        rest = dict(checkpoint)
+        state = {self.family.prefix: rest.pop("state_dict")}
+        for index, optimizer in enumerate(rest.pop("optimizer_states", [])):
+            state[f"optimizer_{index}"] = optimizer
+        meta = b""
+        if self.ranks.rank == 0:
+            meta = _dump_meta(rest)
+            if not self._checked_meta:
+                _check_meta(meta)
+                self._checked_meta = True
+        identical = self.family.identical(state)
+        return Snapshot(state, identical, meta, run_state.to_bytes(run_state.capture()))
+
+    def _optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return self.family.optimizer_state(raw_optimizer(optimizer))
+
+    def _save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """In the place of ``Strategy.save_checkpoint``: for callers who expect the checkpoint to be there on return."""
+        if storage_options is not None:
+            raise TypeError("storage_options is not used: ResilientCheckpoint writes to a folder.")
+        path = local_path(self.ranks.broadcast(os.fspath(filepath))).absolute()
+        weights_only = "optimizer_states" not in checkpoint
+        facts = self._facts("trainer.save_checkpoint", {}, weights_only)
+        save = self.save_now(self.folder(path.parent), path.name, facts, lambda: self._snapshot(checkpoint), replace=True)
+        log_save(save)
+
+    def _remove_checkpoint(self, filepath: Any) -> None:
+        """In the place of ``Strategy.remove_checkpoint``, for a stock ModelCheckpoint beside ours."""
+        path = local_path(os.fspath(filepath)).absolute()
+        folder = self.folder(path.parent)
+        if self.ranks.rank == folder.sharing[0] and path.exists():
+            folder.tier.remove(path.name)
+
+    # -- resuming -----------------------------------------------------------------------------------------------------
+
+    def _make_resume_start(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+            source = self._choose(checkpoint_path)
+            self._source, self._reader, self._model_is_loaded = None, None, False
+            if isinstance(source, Source):
+                self._source = source
+                original(str(source.path), weights_only=weights_only)
+            else:
+                original(source, weights_only=weights_only)
+
+        return resume_start
+
+    def _choose(self, checkpoint_path: Any) -> Source | str | None:
+        """What to load: a checkpoint of ours, a path for stock Lightning to load, or nothing."""
+        if self.ranks.any_max(bool(self.resume_last))[0]:
+            source = self._newest(self._folders_to_search())
+            if source is not None:
+                return source
+            checkpoint_path = self._doorway.last_of_stock_callbacks()
+        if checkpoint_path is None:
+            return None
+        text = self.ranks.broadcast(os.fspath(checkpoint_path))
+        if "://" in text and not text.startswith("file://"):
+            return text
+        path = local_path(text).absolute()
+        return str(path) if path.is_file() else open_explicit(self.ranks, path)
+
+    def _folders_to_search(self) -> list[Folder]:
+        others = [path for _, paths in self.resume_last for path in paths]
+        opened = [folder for folder, _ in self.resume_last]
+        self.resume_last = []
+        return list(dict.fromkeys([*opened, *(self.folder(Path(path)) for path in self.ranks.broadcast(others))]))
+
+    def _newest(self, folders: list[Folder]) -> Source | None:
+        search = find_last(self.engine, folders)
+        if search.source is not None:
+            note = f"; skipped {search.explain()}" if search.skipped else ""
+            rank_zero_info(f"lightning_resilience: resuming from {search.source.path}{note}")
+            return search.source
+        if not search.skipped:
+            where = ", ".join(str(folder.tier.root) for folder in folders)
+            rank_zero_info(f"lightning_resilience: no checkpoint in {where} yet, starting from the beginning")
+            return None
+        message = f"There are checkpoints, but none can be resumed from: {search.explain()}."
+        if self.on_unrestorable == "fresh":
+            rank_zero_warn(f"{message} Starting over from step 0, because on_unrestorable='fresh'.")
+            return None
+        raise CheckpointCorrupt(
+            message,
+            problems=tuple(f"{path}: {why}" for path, why in search.skipped.items()),
+            hint="Repair or remove them, or set on_unrestorable='fresh' to start over.",
+        )
+
+    def _make_load_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def load_checkpoint(checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+            if self._source is None:
+                return original(checkpoint_path, weights_only=weights_only)  # type: ignore[no-any-return]
+            loaded = self.ranks.gathered(lambda: self._load(weights_only))
+            raise_first(loaded)
+            return self._loaded
+
+        return load_checkpoint
+
+    def _load(self, weights_only: bool | None) -> None:
+        """Load the source: the model at once, the optimizers too where they exist already."""
+        source = self._source
+        assert source is not None
+        manifest = source.manifest
+        if self._doorway.fitting and manifest is not None and WEIGHTS_ONLY in manifest.labels:
+            raise CheckpointIncompatible(
+                f"{source.path} holds weights only: training cannot go on from it.",
+                hint="Pass it to trainer.validate or test, or load the weights yourself and start a new run.",
+            )
+        self._reader = reader = CheckpointReader(source.locate, plain=manifest is not None)
+        checkpoint = _load_meta(source, weights_only)
+        strict = self.trainer.lightning_module.strict_loading
+        if self.family.loads_late:
+            self.family.load_model(reader, strict)
+            if self._doorway.fitting:
+                self._load_optimizers()
+        elif edits_loaded_state(self.trainer):
+            names = {canonical(name): name for name in self.trainer.lightning_module.state_dict()}
+            checkpoint["state_dict"] = {names.get(name, name): value for name, value in reader.read_full().items()}
+            checkpoint.setdefault("optimizer_states", [])
+        else:
+            self.family.load_model(reader, strict)
+            self._model_is_loaded = True
+            checkpoint["state_dict"] = {}
+            checkpoint.setdefault("optimizer_states", [])
+        self._loaded = checkpoint
+        if self._doorway.fitting:
+            self.resumed = source
+            if manifest is not None:
+                self.engine.run = manifest.run
+                self.engine.in_use.add(source.name)
+            self._doorway.before_first_batch(lambda: self._restore_rank_state(source))
+
+    def _make_load_model_state_dict(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def load_model_state_dict(checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+            if not self._model_is_loaded:
+                original(checkpoint, strict=strict)
+
+        return load_model_state_dict
+
+    def _make_load_optimizer_state_dict(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def load_optimizer_state_dict(checkpoint: Mapping[str, Any]) -> None:
+            if self._source is None:
+                original(checkpoint)
+            else:
+                self._load_optimizers()
+
+        return load_optimizer_state_dict
+
+    def _load_optimizers(self) -> None:
+        assert self._reader is not None
+        optimizers = self.trainer.strategy.optimizers
+        saved = next(count for count in range(len(self._reader.paths) + 1) if not self._reader.has(f"optimizer_{count}"))
+        if saved != len(optimizers):
+            raise CheckpointIncompatible(
+                f"The model configures {len(optimizers)} optimizers, the checkpoint has the state of {saved}.",
+                hint="Configure the optimizers as they were when the checkpoint was saved.",
+            )
+        for index, optimizer in enumerate(optimizers):
+            self.family.load_optimizer(self._reader, index, optimizer)
+
+    def _restore_rank_state(self, source: Source) -> None:
+        """Last of all: random generators, after everything at start-up that draws from them."""
+        if source.manifest is None:
+            return
+        rank, saved_ranks = self.ranks.rank, source.manifest.world_size
+        if saved_ranks == self.ranks.world_size:
+            run_state.restore(run_state.from_bytes(source.locate(rank_file(rank)).read_bytes()))
+            return
+        rank_zero_warn(
+            f"The checkpoint was saved by {saved_ranks} ranks and is resumed by {self.ranks.world_size}: random generators"
+            " are seeded anew for each rank, from the saved state of rank 0, the step and the rank."
+        )
+        run_state.derive(source.locate(rank_file(0)).read_bytes(), source.manifest.step, rank)
+
+
+def log_save(save: Save) -> None:
+    """One line for a save that ended."""
+    error = save.committed.exception()
+    if error is not None:
+        log.warning("event=save step=%d outcome=dropped error=%r", save.step, str(error))
+        return
+    committed = save.committed.result()
+    log.info(
+        "event=save step=%d name=%s bytes=%d stall=%.3f persist=%.3f reason=%r",
+        save.step,
+        committed.path.name,
+        committed.manifest.size,
+        save.stall,
+        save.persist,
+        committed.manifest.reason,
+    )
+
+
+def manifests_in(folder: Folder, ranks: Ranks) -> dict[str, Manifest]:
+    """The committed checkpoints of a folder as its leader lists them, on all ranks.  Collective."""
+    answers = ranks.all_gather(
+        attempt(lambda: store.list_checkpoints(folder.tier).committed) if ranks.rank == folder.sharing[0] else None
+    )
+    listing = answers[folder.sharing[0]]
+    if isinstance(listing, BaseException):
+        raise listing
+    assert listing is not None
+    return listing
+
+
+def _dump_meta(rest: Mapping[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    try:
+        torch.save(dict(rest), buffer)
+    except Exception as error:
+        culprits = [key for key, value in rest.items() if isinstance(attempt(lambda value=value: _pickled(value)), BaseException)]
+        raise SaveFailed(
+            f"The Trainer's state cannot be serialised: {type(error).__name__}: {error} (in {', '.join(culprits) or 'it'}).",
+            stage="stage",
+            hint="Keep such objects out of hparams, callback state and on_save_checkpoint.",
+        ) from error
+    return buffer.getvalue()
+
+
+def _pickled(value: Any) -> None:
+    torch.save(value, io.BytesIO())
+
+
+def _check_meta(meta: bytes) -> None:
+    """Find out now, not at the resume after days of training, that the saved state cannot be read back."""
+    try:
+        load_trusted(meta)
+    except Exception as error:
+        raise SaveFailed(
+            f"The Trainer's state was serialised but cannot be read back: {type(error).__name__}: {error}.",
+            stage="stage",
+            hint="Its classes must be importable when it is loaded; keep others out of hparams and callback state.",
+        ) from error
+
+
+def _load_meta(source: Source, weights_only: bool | None) -> dict[str, Any]:
+    path = source.locate(META)
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError as error:
+        raise CheckpointNotFound(f"{path} is missing.") from error
+    # Stock folders have no digest that vouches for them, so torch's own default holds: tensors and plain values only.
+    loaded = load_trusted(data, weights_only if source.manifest is not None else weights_only is not False)
+    assert isinstance(loaded, dict)
+    return loaded

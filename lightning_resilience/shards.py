@@ -1,0 +1,464 @@
+"""Tensors to shard files: who writes which piece, and where in its file the piece lies.
+
+::
+
+    state ── flatten ──> local plan ──┐ one a rank, gathered
+                                      ├─ share out ──> pieces of each rank ──> layout of its file ──┐ gathered
+                                      │                                                             ├──> .metadata
+                                      └─────────────────────────────────────────────────────────────┘
+
+Planning speaks DCP's own types, so ``.metadata`` is what any DCP reader expects.  It is done once and kept until a
+*fingerprint* (names, kinds, dtypes, shapes, placements, tied storages) changes on any rank.
+
+A shard file is a row of ``torch.save`` streams.  A tensor's stream is a *skeleton* (the same for every tensor of that dtype and
+shape) around its payload, so a file can be laid out before there is a value in it, and refilled in place for every save
+(``slots``).  Checksums inside the streams are switched off, because the payload changes under them; the manifest has
+a digest of the whole file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import pickle
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    _validate_global_plan,
+    create_default_global_save_plan,
+)
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+from torch.serialization import get_crc32_options, set_crc32_options
+
+from lightning_resilience.errors import SaveFailed
+from lightning_resilience.manifest import shard_file
+
+ALIGNMENT = 64
+"""Every stream starts at a multiple of this many bytes, so that its payload does too and can be viewed as any dtype."""
+
+State: TypeAlias = Mapping[str, Any]
+"""Nested state as DCP takes it: ``{"model": {...}, "optimizer_0": {...}}``."""
+
+
+# -- what a rank has --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FlatState:
+    """A rank's state as DCP flattens it: ``values`` by key, and the ``mappings`` that undo the flattening."""
+
+    values: dict[str, Any]
+    mappings: dict[str, tuple[str | int, ...]]
+
+    @classmethod
+    def of(cls, state: State) -> FlatState:
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(dict(state))
+        return cls(planner.state_dict, planner.mappings)
+
+    def fingerprint(self) -> tuple[Any, ...]:
+        """Equal for two states exactly when one plan serves both."""
+        first_seen: dict[tuple[Any, ...], int] = {}
+        return tuple(
+            (key, *_shape_of(value), first_seen.setdefault(_storage_of(key, value), index))
+            for index, (key, value) in enumerate(self.values.items())
+        )
+
+    def tied(self) -> tuple[dict[str, str], set[str]]:
+        """Keys whose storage an earlier key has too (with that key), and keys where this rank cannot tell: it has no part."""
+        first_seen: dict[tuple[Any, ...], str] = {}
+        tied, empty = {}, set()
+        for key, value in self.values.items():
+            storage = _storage_of(key, value)
+            if storage[0] is None:
+                if isinstance(value, Tensor):
+                    empty.add(key)
+            elif (first := first_seen.setdefault(storage, key)) != key:
+                tied[key] = first
+        return tied, empty
+
+
+def _shape_of(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, DTensor):
+        return ("dtensor", value.dtype, value.shape, value.placements, value.device_mesh)
+    if isinstance(value, ShardedTensor):
+        shards = tuple(tuple(shard.metadata.shard_offsets + shard.metadata.shard_sizes) for shard in value.local_shards())
+        return ("sharded", value.dtype, value.size(), shards)
+    if isinstance(value, Tensor):
+        return ("tensor", value.dtype, value.shape)
+    return ("object",)
+
+
+def _storage_of(key: str, value: Any) -> tuple[Any, ...]:
+    """Equal for tensors that are one and the same memory, seen the same way, within one part of the state."""
+    if isinstance(value, ShardedTensor) or not isinstance(value, Tensor):
+        return (None, key)
+    local = value.to_local() if isinstance(value, DTensor) else value
+    if local.numel() == 0 or value.dim() == 0:
+        return (None, key)
+    return (local.data_ptr(), local.dtype, local.shape, local.stride(), local.device, key.partition(".")[0])
+
+
+def local_tensor(value: Any, offsets: Sequence[int]) -> Tensor:
+    """This rank's part of ``value`` whose first element is at ``offsets`` of the whole."""
+    if isinstance(value, DTensor):
+        return value.to_local()
+    if isinstance(value, ShardedTensor):
+        for shard in value.local_shards():
+            if tuple(shard.metadata.shard_offsets) == tuple(offsets):
+                return shard.tensor
+        raise KeyError(f"no local shard at {tuple(offsets)}")
+    assert isinstance(value, Tensor)
+    return value
+
+
+# -- who writes what --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LocalPlan:
+    """What one rank could write: DCP's items, and which keys other ranks hold identically, so that any may write them."""
+
+    items: list[WriteItem]
+    mappings: dict[str, tuple[str | int, ...]]
+    identical: frozenset[str]
+    tied: dict[str, str]
+    empty: set[str]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rank will write: ``item``, cut from its local tensor that starts at ``base`` of the whole tensor."""
+
+    item: WriteItem
+    base: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> str:
+        return self.item.index.fqn
+
+    @property
+    def is_object(self) -> bool:
+        return self.item.type == WriteItemType.BYTE_IO
+
+    def cut(self, flat: FlatState) -> Tensor:
+        """The tensor to copy: a view of this rank's memory."""
+        tensor = local_tensor(flat.values[self.key], self.base).detach()
+        for dim, (offset, base, size) in enumerate(zip(*self._box(), strict=True)):
+            if size != tensor.size(dim):
+                tensor = tensor.narrow(dim, offset - base, size)
+        return tensor
+
+    def _box(self) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+        chunk = _chunk(self.item)
+        return chunk.offsets, self.base, chunk.sizes
+
+
+@dataclass
+class GlobalPlan:
+    """The pieces of each rank, DCP's metadata without storage positions, and the tied keys with the key they share."""
+
+    pieces: list[list[Piece]]
+    metadata: Metadata
+    tied: dict[str, str]
+
+
+def plan_locally(flat: FlatState, identical: Collection[str] = ()) -> LocalPlan:
+    """What this rank could write.
+
+    Args:
+        flat: its state.
+        identical: keys of plain tensors that all ranks hold bit for bit (data-parallel parameters and moments).  Other plain
+            values may differ between ranks (batch-norm buffers do), and the lowest rank's are the ones that count.
+    """
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(flat.values)
+    tied, empty = flat.tied()
+    items = planner.create_local_plan().items
+    return LocalPlan(items, flat.mappings, frozenset(identical), tied, empty)
+
+
+def share_out(plans: Sequence[LocalPlan]) -> GlobalPlan:
+    """Give every piece of the state to one rank, so that the files come out even.
+
+    What only one rank holds is its to write.  What several hold goes to the one with the least to write so far, largest first,
+    and is cut along its first dimension where one rank would get more than its even part.
+    """
+    world = len(plans)
+    tied = _tied_everywhere(plans)
+    owners: dict[tuple[str, Any], list[int]] = {}
+    items: dict[tuple[str, Any], WriteItem] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            if item.index.fqn in tied or _is_empty_shard(item):
+                continue
+            where = (item.index.fqn, item.index.offset)
+            owners.setdefault(where, []).append(rank)
+            items.setdefault(where, item)
+
+    pieces: list[list[Piece]] = [[] for _ in range(world)]
+    load = [0] * world
+    shared: list[tuple[int, WriteItem, list[int]]] = []
+    for where, ranks in owners.items():
+        item = items[where]
+        replicated = item.type == WriteItemType.SHARD or item.index.fqn in plans[ranks[0]].identical
+        if len(ranks) > 1 and replicated:
+            shared.append((_bytes_of(item), item, ranks))
+        else:
+            pieces[ranks[0]].append(Piece(item, _base(item)))
+            load[ranks[0]] += _bytes_of(item)
+
+    even = math.ceil((sum(load) + sum(size for size, _, _ in shared)) / world)
+    for _, item, ranks in sorted(shared, key=lambda entry: -entry[0]):
+        for part in _cut(item, max(even, 1) if len(ranks) > 1 else _bytes_of(item)):
+            rank = min(ranks, key=lambda r: load[r])
+            pieces[rank].append(Piece(part, _base(item)))
+            load[rank] += _bytes_of(part)
+
+    mappings: dict[str, tuple[str | int, ...]] = {}
+    for plan in reversed(plans):
+        mappings.update(plan.mappings)
+    return _with_metadata(pieces, tied, mappings)
+
+
+def _with_metadata(
+    pieces: list[list[Piece]], tied: dict[str, str], mappings: dict[str, tuple[str | int, ...]]
+) -> GlobalPlan:
+    plans, metadata = create_default_global_save_plan([SavePlan([p.item for p in rank]) for rank in pieces])
+    if errors := _validate_global_plan(plans, metadata):
+        raise SaveFailed(f"The ranks' tensors do not fit together: {'; '.join(errors)[:1000]}.", stage="plan")
+    for key, first in tied.items():
+        metadata.state_dict_metadata[key] = metadata.state_dict_metadata[first]
+    metadata.planner_data = {key: path for key, path in mappings.items() if key in metadata.state_dict_metadata}
+    indexed = [
+        [dataclasses.replace(piece, item=item) for piece, item in zip(rank, plan.items, strict=True)]
+        for rank, plan in zip(pieces, plans, strict=True)
+    ]
+    return GlobalPlan(indexed, metadata, tied)
+
+
+def _tied_everywhere(plans: Sequence[LocalPlan]) -> dict[str, str]:
+    """Keys that every rank with a part of them finds tied to the same key."""
+    candidates = {key: first for plan in plans for key, first in plan.tied.items()}
+    return {
+        key: first
+        for key, first in candidates.items()
+        if all(plan.tied.get(key) == first or key in plan.empty for plan in plans)
+    }
+
+
+def _cut(item: WriteItem, limit: int) -> Iterator[WriteItem]:
+    """``item`` in parts of at most ``limit`` bytes, where its first dimension allows it."""
+    size, data = _bytes_of(item), item.tensor_data
+    rows = data.chunk.sizes[0] if data is not None and len(data.chunk.sizes) else 1
+    count = min(rows, math.ceil(size / limit)) if size else 1
+    if data is None or count <= 1:
+        yield item
+        return
+    edges = [rows * i // count for i in range(count + 1)]
+    for start, stop in zip(edges, edges[1:], strict=False):
+        offsets = torch.Size((data.chunk.offsets[0] + start, *data.chunk.offsets[1:]))
+        sizes = torch.Size((stop - start, *data.chunk.sizes[1:]))
+        yield WriteItem(
+            index=MetadataIndex(item.index.fqn, offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(ChunkStorageMetadata(offsets, sizes), data.properties, data.size),
+        )
+
+
+def _chunk(item: WriteItem) -> ChunkStorageMetadata:
+    assert item.tensor_data is not None
+    return item.tensor_data.chunk
+
+
+def _base(item: WriteItem) -> tuple[int, ...]:
+    return () if item.tensor_data is None else tuple(item.tensor_data.chunk.offsets)
+
+
+def _bytes_of(item: WriteItem) -> int:
+    if item.tensor_data is None:
+        return 0
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+
+
+def _is_empty_shard(item: WriteItem) -> bool:
+    data = item.tensor_data
+    return data is not None and math.prod(data.chunk.sizes) == 0 and math.prod(data.size) > 0
+
+
+# -- where it lies ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """What ``torch.save`` writes around the payload of a contiguous CPU tensor of one dtype and shape."""
+
+    head: bytes
+    tail: bytes
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, shape: Sequence[int]) -> Skeleton:
+        template = torch.empty(tuple(shape), dtype=dtype)
+        capture = _Capture(template.numel() * template.element_size())
+        with _without_checksums():
+            torch.save(template, capture)
+        return cls(*capture.halves())
+
+
+class _Capture(io.RawIOBase):
+    """A file that keeps what ``torch.save`` writes before and after the payload, but not the payload.
+
+    The payload is the write that follows the name and the padding of the record ``data/0``.
+    """
+
+    def __init__(self, payload_bytes: int) -> None:
+        super().__init__()
+        self._payload_bytes = payload_bytes
+        self._head: list[bytes] = []
+        self._tail: list[bytes] = []
+        self._countdown: int | None = None
+
+    def write(self, block: Any) -> int:
+        size = memoryview(block).nbytes
+        if self._countdown is None:
+            self._head.append(bytes(block))
+            if self._head[-1].endswith(b"/data/0"):
+                self._countdown = 1
+        elif self._countdown > 0:
+            self._head.append(bytes(block))
+            self._countdown -= 1
+        elif self._countdown == 0 and self._payload_bytes:
+            if size != self._payload_bytes:
+                raise SaveFailed(f"torch.save wrote {size} bytes where {self._payload_bytes} were expected.", stage="plan")
+            self._countdown = -1
+        else:
+            self._tail.append(bytes(block))
+        return size
+
+    def halves(self) -> tuple[bytes, bytes]:
+        return b"".join(self._head), b"".join(self._tail)
+
+
+@contextmanager
+def _without_checksums() -> Iterator[None]:
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
+
+
+@dataclass(frozen=True)
+class TensorSpot:
+    """Where a tensor's payload lies in the shard file: ``offset`` and ``nbytes`` in bytes."""
+
+    piece: Piece
+    offset: int
+    nbytes: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        assert self.piece.item.tensor_data is not None
+        return self.piece.item.tensor_data.properties.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return _chunk(self.piece.item).sizes
+
+
+@dataclass(frozen=True)
+class ObjectSpot:
+    """Where a pickled object lies, and how many bytes it may grow to."""
+
+    piece: Piece
+    offset: int
+    capacity: int
+
+
+@dataclass
+class Layout:
+    """One rank's shard file: ``size`` in bytes, the spots to fill, and the constant bytes between them by offset."""
+
+    size: int = 0
+    tensors: list[TensorSpot] = field(default_factory=list)
+    objects: list[ObjectSpot] = field(default_factory=list)
+    constant: list[tuple[int, bytes]] = field(default_factory=list)
+    extents: list[tuple[MetadataIndex, int, int]] = field(default_factory=list)
+
+
+def lay_out(pieces: Sequence[Piece], flat: FlatState) -> Layout:
+    """Find every piece its place.  Objects come first, then tensors in the order of the state."""
+    layout = Layout()
+    skeletons: dict[tuple[torch.dtype, torch.Size], Skeleton] = {}
+    for piece in sorted(pieces, key=lambda piece: not piece.is_object):
+        start = -(-layout.size // ALIGNMENT) * ALIGNMENT
+        if piece.is_object:
+            # Room for an object to grow (a counter that needs another byte) before the layout has to change.
+            capacity = 2 * len(dump_object(flat.values[piece.key])) + 2 * ALIGNMENT
+            layout.objects.append(ObjectSpot(piece, start, capacity))
+            length = capacity
+        else:
+            spot = TensorSpot(piece, start, _bytes_of(piece.item))
+            skeleton = skeletons.get((spot.dtype, spot.shape))
+            if skeleton is None:
+                skeleton = skeletons[spot.dtype, spot.shape] = Skeleton.of(spot.dtype, spot.shape)
+            spot = dataclasses.replace(spot, offset=start + len(skeleton.head))
+            layout.tensors.append(spot)
+            layout.constant += [(start, skeleton.head), (spot.offset + spot.nbytes, skeleton.tail)]
+            length = len(skeleton.head) + spot.nbytes + len(skeleton.tail)
+        layout.extents.append((piece.item.index, start, length))
+        layout.size = start + length
+    return layout
+
+
+def dump_object(value: Any) -> bytes:
+    """Pickle a value that is not a tensor.
+
+    In ``torch.save``'s stream format, which every ``torch.load`` reads up to its end and no further, so that the spot can be
+    larger than the object; the zip format cannot be padded.
+    """
+    buffer = io.BytesIO()
+    torch.save(value, buffer, _use_new_zipfile_serialization=False)
+    return buffer.getvalue()
+
+
+def metadata_bytes(plan: GlobalPlan, extents: Sequence[Sequence[tuple[MetadataIndex, int, int]]]) -> bytes:
+    """Content of ``.metadata``: the plan, and where each rank's layout put its pieces."""
+    positions: dict[MetadataIndex, _StorageInfo] = {}
+    by_key: dict[str, list[MetadataIndex]] = {}
+    for rank, of_rank in enumerate(extents):
+        for index, offset, length in of_rank:
+            positions[index] = _StorageInfo(shard_file(rank), offset, length)
+            by_key.setdefault(index.fqn, []).append(index)
+    for key, first in plan.tied.items():
+        for index in by_key[first]:
+            positions[MetadataIndex(key, index.offset, index.index)] = positions[index]
+    whole = dataclasses.replace(plan.metadata, storage_data=positions, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
+    return pickle.dumps(whole)
+
+
+def tensor_shapes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
+    """Shape of each tensor in a checkpoint, by key."""
+    return {
+        key: tuple(entry.size)
+        for key, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }

@@ -1,0 +1,201 @@
+"""Slots: the staging area is the shard file.
+
+A slot is this rank's shard file in memory, kept from save to save.  Laying it out writes the constant bytes once; staging then
+is one copy of each tensor over its payload, into memory that is already there.  Two slots take turns, so that one can be
+written out while the other is filled.  They are files on tmpfs where that has room (the RAM tier), otherwise anonymous
+shared memory.
+
+Files of slots are private to the user (0600, in a folder 0700) and carry a lock that the kernel drops when their
+process dies, so that the next start can tell the dead from the living and free the memory.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_resilience.errors import SetupError
+from lightning_resilience.shards import FlatState, Layout, dump_object
+
+log = logging.getLogger("lightning_resilience")
+
+TMPFS = Path("/dev/shm")
+_PREFIX = "lightning_resilience-"
+
+
+class Slot:
+    """One shard file in memory.
+
+    Args:
+        layout: where everything lies.
+        memory: writable map of ``layout.size`` bytes or more.
+        path: the file behind the map, or None.
+    """
+
+    def __init__(self, layout: Layout, memory: mmap.mmap, path: Path | None = None) -> None:
+        self.layout = layout
+        self.path = path
+        self._memory = memory
+        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        for offset, constant in layout.constant:
+            memory[offset : offset + len(constant)] = constant
+        self._payloads = [
+            self._bytes[spot.offset : spot.offset + spot.nbytes].view(spot.dtype).view(spot.shape)
+            for spot in layout.tensors
+        ]
+
+    def fill(self, flat: FlatState, objects: Mapping[str, bytes]) -> None:
+        """Copy the state in.  On return nothing of it is referred to any more.
+
+        Args:
+            flat: this rank's state, of the fingerprint that the layout was made for.
+            objects: the pickled values that are not tensors, by key; see ``dump_objects``.
+        """
+        if self._payloads:
+            torch._foreach_copy_(self._payloads, [spot.piece.cut(flat) for spot in self.layout.tensors])
+        for spot in self.layout.objects:
+            pickled = objects[spot.piece.key]
+            self._memory[spot.offset : spot.offset + spot.capacity] = pickled.ljust(spot.capacity, b"\0")
+
+    def view(self) -> memoryview:
+        """The whole file."""
+        return memoryview(self._memory)[: self.layout.size]
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._payloads.clear()
+        del self._bytes
+        with suppress(BufferError):  # a writer that is still at it keeps the map until it ends
+            self._memory.close()
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+
+def dump_objects(layout: Layout, flat: FlatState) -> dict[str, bytes] | None:
+    """Pickle what is not a tensor; None where something outgrew its spot, so that a new layout is needed."""
+    objects = {spot.piece.key: dump_object(flat.values[spot.piece.key]) for spot in layout.objects}
+    fits = all(len(objects[spot.piece.key]) <= spot.capacity for spot in layout.objects)
+    return objects if fits else None
+
+
+class SlotMemory:
+    """Where slots are allocated.
+
+    Args:
+        where: ``"auto"`` (tmpfs if it has room), ``False`` (anonymous shared memory) or a folder on tmpfs.
+        rank: this process's rank, for names.
+
+    Raises:
+        SetupError: ``where`` is something else, or a folder that cannot be used.
+    """
+
+    def __init__(self, where: str | os.PathLike[str] | bool = "auto", rank: int = 0) -> None:
+        self._rank = rank
+        self._required = where not in ("auto", False)
+        self._root = check_memory(where)
+        self._folder: Path | None = None
+        self._lock: int | None = None
+        if self._root is not None:
+            _sweep_dead(self._root)
+
+    def allocate(self, layout: Layout, copies: int = 2) -> list[Slot]:
+        """``copies`` slots for ``layout``; the caller closes them.
+
+        Raises:
+            OSError: there is not enough memory.
+        """
+        size = max(layout.size, 1)
+        if self._root is not None:
+            free = _free_bytes(self._root)
+            # Leave a tenth of what is free: tmpfs is shared with loader workers, which die without it.
+            if copies * size <= 0.9 * free:
+                return [self._on_tmpfs(layout, size) for _ in range(copies)]
+            log.warning(
+                "event=memory rank=%d reason=%r",
+                self._rank,
+                f"{self._root} has {free / 2**20:.0f} MiB free and {copies} slots need {copies * size / 2**20:.0f} MiB: "
+                "using anonymous memory, so there is no RAM tier to restore from",
+            )
+        return [Slot(layout, mmap.mmap(-1, size)) for _ in range(copies)]
+
+    def _on_tmpfs(self, layout: Layout, size: int) -> Slot:
+        path = self._make_folder() / f"slot-{uuid.uuid4().hex[:8]}"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            # Reserving now turns a full tmpfs into an error here, where it would be a SIGBUS at the first copy.
+            os.posix_fallocate(fd, 0, size)
+            return Slot(layout, mmap.mmap(fd, size), path)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+
+    def _make_folder(self) -> Path:
+        if self._folder is None:
+            assert self._root is not None
+            name = f"{_PREFIX}{os.getuid()}-{uuid.uuid4().hex[:12]}-rank{self._rank}"
+            fresh = self._root / f".{name}"
+            fresh.mkdir(mode=0o700)
+            self._lock = os.open(fresh / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            # Locked before it gets the name that a sweep of another rank looks for.
+            self._folder = fresh.rename(self._root / name)
+        return self._folder
+
+    def close(self) -> None:
+        """Remove everything; the slots must be closed."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def check_memory(where: str | os.PathLike[str] | bool) -> Path | None:
+    """The folder that ``memory=where`` means, or None for anonymous memory; SetupError where it means nothing."""
+    if where is False:
+        return None
+    if where is True or not isinstance(where, (str, os.PathLike)):
+        raise SetupError(f"memory={where!r} is not understood.", hint='Use "auto", False or a folder on tmpfs.')
+    if where == "auto":
+        return TMPFS if TMPFS.is_dir() and os.access(TMPFS, os.W_OK) else None
+    folder = Path(where)
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise SetupError(f"memory={str(where)!r} is not a folder that can be written.", hint='Use memory="auto".')
+    return folder
+
+
+def _free_bytes(folder: Path) -> int:
+    stats = os.statvfs(folder)
+    return stats.f_bavail * stats.f_frsize
+
+
+def _sweep_dead(root: Path) -> None:
+    """Free the slots of processes of this user that are gone."""
+    for folder in root.glob(f"{_PREFIX}{os.getuid()}-*"):
+        try:
+            lock = os.open(folder / "lock", os.O_RDWR)
+        except FileNotFoundError:
+            continue  # being made or being removed just now
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            pass  # its process lives
+        finally:
+            os.close(lock)
+

@@ -1,0 +1,469 @@
+"""Lightning's strategies: what their state is, how it is loaded, and the doorway through which we take their place.
+
+The only module that touches Lightning's private names; ``PRIVATE_NAMES`` lists them, and a test fails when one moves.
+
+``FSDPStrategy`` and ``ModelParallelStrategy`` never call a CheckpointIO, and the others call it on rank 0 only, so a plugin
+cannot do this work.  What works for all of them is to override a handful of methods on the strategy *instance* and
+``resume_start`` on the Trainer's checkpoint connector (``Doorway``).  Every save then passes here, ``trainer.save_checkpoint``
+and a stock ``ModelCheckpoint``'s too, and every load.
+
+A *family* knows one kind of strategy: single device and DDP (plain tensors), FSDP (``ShardedTensor``), and ModelParallel with
+FSDP2 and tensor parallelism (``DTensor``).  Keys are those that stock Lightning writes, so stock readers find them, with
+optimizer state by parameter name on every strategy, so that any can load what any other saved.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_resilience.errors import CheckpointIncompatible, SetupError
+from lightning_resilience.reader import CheckpointReader, canonical, empty
+
+PRIVATE_NAMES = (
+    "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.resume_start",
+    "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.dump_checkpoint",
+    "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector._restore_modules_and_callbacks",
+    "lightning.pytorch.trainer.trainer:Trainer.__init__._checkpoint_connector",
+    "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint._find_last_checkpoints",
+    "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint._ModelCheckpoint__resolve_ckpt_dir",
+    "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint._monitor_candidates",
+    "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint._should_save_on_train_epoch_end",
+    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._should_accumulate",
+    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._should_check_val_fx",
+    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop.on_run_start",
+    "lightning.pytorch.loops.fit_loop:_FitLoop.__init__._data_fetcher",
+)
+"""Every private name of Lightning that this package relies on, as ``module:object.attribute``; an attribute after ``__init__``
+is one that the constructor sets."""
+
+UNSUPPORTED = {
+    "DeepSpeedStrategy": "DeepSpeed keeps its own checkpoint format; use FSDPStrategy or ModelParallelStrategy.",
+    "XLAStrategy": "XLA devices are not supported; use FSDPStrategy, ModelParallelStrategy or DDPStrategy on GPUs.",
+    "SingleDeviceXLAStrategy": "XLA devices are not supported; use a CPU or GPU.",
+    "XLAFSDPStrategy": "XLA devices are not supported; use FSDPStrategy on GPUs.",
+}
+
+
+class Family(Protocol):
+    """One kind of strategy."""
+
+    prefix: str
+    """First component of the model's keys."""
+
+    loads_late: bool
+    """Whether a checkpoint is loaded after the model is wrapped and the optimizers exist, all at once."""
+
+    def model_state(self) -> dict[str, Any]:
+        """This rank's part of the model; references, not copies, where the strategy allows it."""
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """This rank's part of an optimizer's state: ``{"state": {parameter name: {…}}, "param_groups": […]}``."""
+
+    def identical(self, state: Mapping[str, Any]) -> frozenset[str]:
+        """Flat keys of plain tensors that all ranks hold bit for bit."""
+
+    def load_model(self, reader: CheckpointReader, strict: bool) -> None:
+        """Read the model in place."""
+
+    def load_optimizer(self, reader: CheckpointReader, index: int, optimizer: Optimizer) -> None:
+        """Read an optimizer's state: what the checkpoint has; parameters without state in it start fresh."""
+
+
+class PlainFamily:
+    """Single device and DDP: every rank has all of the state."""
+
+    prefix = "model"
+    loads_late = False
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    @property
+    def module(self) -> LightningModule:
+        module = self._strategy.lightning_module
+        assert module is not None
+        return module
+
+    def model_state(self) -> dict[str, Any]:
+        return self.module.state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return named_optimizer_state(self.module, optimizer)
+
+    def identical(self, state: Mapping[str, Any]) -> frozenset[str]:
+        """Parameters and moments, which DDP keeps equal; not buffers, of which rank 0's are the ones it broadcasts."""
+        parameters = {f"{self.prefix}.{name}" for name, _ in self.module.named_parameters(remove_duplicate=False)}
+        return frozenset(parameters | _moments(state))
+
+    def load_model(self, reader: CheckpointReader, strict: bool) -> None:
+        load_in_place(self.module.state_dict(), reader, strict)
+
+    def load_optimizer(self, reader: CheckpointReader, index: int, optimizer: Optimizer) -> None:
+        load_named_optimizer(self.module, reader, index, optimizer)
+
+
+class ModelParallelFamily(PlainFamily):
+    """FSDP2 and tensor parallelism: DTensors, whose state dict refers to the parameters and needs no communication."""
+
+    prefix = "state_dict"
+    loads_late = True
+
+    def identical(self, state: Mapping[str, Any]) -> frozenset[str]:
+        """Step counters and other single numbers; a plain parameter in a sharded model is its user's to keep equal."""
+        return frozenset(key for key, value in _flat_moments(state) if value.dim() == 0)
+
+
+class FSDPFamily(PlainFamily):
+    """FSDP1: sharded state dicts, which communicate."""
+
+    loads_late = True
+
+    def _sharded(self) -> AbstractContextManager[None]:
+        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+        from torch.distributed.fsdp.api import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
+
+        # Left on the device: staging copies it to the host, once.
+        return FSDP.state_dict_type(
+            self._wrapped,
+            StateDictType.SHARDED_STATE_DICT,
+            ShardedStateDictConfig(offload_to_cpu=False),
+            ShardedOptimStateDictConfig(offload_to_cpu=False),
+        )
+
+    @property
+    def _wrapped(self) -> torch.nn.Module:
+        model = self._strategy.model
+        assert model is not None
+        return model
+
+    def model_state(self) -> dict[str, Any]:
+        with self._sharded():
+            return self._wrapped.state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+        with self._sharded():
+            return FSDP.optim_state_dict(self._wrapped, raw_optimizer(optimizer))
+
+    def identical(self, state: Mapping[str, Any]) -> frozenset[str]:
+        return frozenset(key for key, value in _flat_moments(state) if value.dim() == 0)
+
+    def load_model(self, reader: CheckpointReader, strict: bool) -> None:
+        with self._sharded():
+            state = self._wrapped.state_dict()
+            load_in_place(state, reader, strict)
+            self._wrapped.load_state_dict(state, strict=strict)
+
+    def load_optimizer(self, reader: CheckpointReader, index: int, optimizer: Optimizer) -> None:
+        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+        optimizer = raw_optimizer(optimizer)
+        key = f"optimizer_{index}"
+        with self._sharded():
+            loaded = load_sharded_optimizer_state_dict(self._wrapped.state_dict(), key, reader)
+            saved = loaded.get(key, {})
+            saved.setdefault("state", {})
+            saved = {"state": _named_by_position(self.module, saved), "param_groups": saved["param_groups"]}
+            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(self._wrapped, optimizer, saved))
+
+
+def family_of(strategy: Strategy) -> Family:
+    """The family of a strategy.
+
+    Raises:
+        SetupError: it is not supported; says what to use.
+    """
+    names = [cls.__name__ for cls in type(strategy).__mro__]
+    for name, why in UNSUPPORTED.items():
+        if name in names or isinstance(strategy, DeepSpeedStrategy):
+            raise SetupError(f"ResilientCheckpoint cannot serve {names[0]}.", hint=why)
+    if isinstance(strategy, FSDPStrategy):
+        return FSDPFamily(strategy)
+    if isinstance(strategy, ModelParallelStrategy):
+        return ModelParallelFamily(strategy)
+    if isinstance(strategy, (DDPStrategy, SingleDeviceStrategy)):
+        return PlainFamily(strategy)
+    raise SetupError(
+        f"ResilientCheckpoint does not know {names[0]}.",
+        hint="Use a single device, DDPStrategy, FSDPStrategy or ModelParallelStrategy, or a subclass of one of them.",
+    )
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+def load_in_place(state: Mapping[str, Any], reader: CheckpointReader, strict: bool) -> None:
+    """Read the model's tensors into those of ``state``.
+
+    Raises:
+        CheckpointIncompatible: names or shapes do not fit, with both sides listed; nothing has been changed then.
+    """
+    wanted = {canonical(name): value for name, value in state.items()}
+    saved = reader.shapes("model")
+    check_fit(wanted, saved, strict)
+    reader.read_into(
+        {f"model.{name}": value for name, value in wanted.items() if saved.get(name) is not None and isinstance(value, Tensor)}
+    )
+
+
+def check_fit(wanted: Mapping[str, Any], saved: Mapping[str, tuple[int, ...] | None], strict: bool) -> None:
+    """Raise CheckpointIncompatible, listing both sides, unless a model's state fits the saved shapes."""
+    shapes = {name: tuple(value.shape) if isinstance(value, Tensor) else None for name, value in wanted.items()}
+    wrong = [
+        f"{name}: checkpoint {saved[name]}, model {shape}"
+        for name, shape in shapes.items()
+        if name in saved and saved[name] != shape and None not in (saved[name], shape)
+    ]
+    missing = [name for name in shapes if name not in saved] if strict else []
+    unexpected = [name for name in saved if name not in shapes] if strict else []
+    if wrong or missing or unexpected:
+        parts = (
+            ("different shapes", wrong),
+            ("only in the model", [f"{name} {shapes[name]}" for name in missing]),
+            ("only in the checkpoint", [f"{name} {saved[name]}" for name in unexpected]),
+        )
+        raise CheckpointIncompatible(
+            "The checkpoint is of another model: "
+            + "; ".join(f"{what}: {_some(names)}" for what, names in parts if names)
+            + ".",
+            hint="Use the model it was saved from"
+            + ("." if wrong else ", or set strict_loading = False in the LightningModule to load what fits."),
+        )
+
+
+def _some(names: Sequence[str], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def edits_loaded_state(trainer: Trainer) -> bool:
+    """Whether user code may look at or change the loaded state dict before it reaches the model."""
+    module = trainer.lightning_module
+    overridden = is_overridden("on_load_checkpoint", module) or is_overridden("load_state_dict", module, torch.nn.Module)
+    ours = (ModelCheckpoint,)
+    return overridden or any(
+        is_overridden("on_load_checkpoint", callback, Callback) for callback in trainer.callbacks if not isinstance(callback, ours)
+    )
+
+
+# -- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def raw_optimizer(optimizer: Any) -> Optimizer:
+    """The torch optimizer inside Lightning's wrapper."""
+    inner = getattr(optimizer, "_optimizer", optimizer)
+    assert isinstance(inner, Optimizer)
+    return inner
+
+
+def parameter_names(module: torch.nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
+    """A name for each parameter of an optimizer: the module's, or its place for one that the module does not know."""
+    known = {parameter: canonical(name) for name, parameter in module.named_parameters()}
+    return {
+        parameter: known.get(parameter, f"unnamed.{group}.{place}")
+        for group, entry in enumerate(optimizer.param_groups)
+        for place, parameter in enumerate(entry["params"])
+    }
+
+
+def named_optimizer_state(module: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
+    """An optimizer's state by parameter name, as FSDP's optimizer state dicts have it; references, not copies."""
+    optimizer = raw_optimizer(optimizer)
+    names = parameter_names(module, optimizer)
+    native = optimizer.state_dict()  # runs the optimizer's own hooks
+    by_id = {
+        number: names[parameter]
+        for saved, live in zip(native["param_groups"], optimizer.param_groups, strict=True)
+        for number, parameter in zip(saved["params"], live["params"], strict=True)
+    }
+    return {
+        **native,
+        "state": {by_id.get(number, number): value for number, value in native["state"].items()},
+        "param_groups": [{**group, "params": [by_id[n] for n in group["params"]]} for group in native["param_groups"]],
+    }
+
+
+def load_named_optimizer(module: torch.nn.Module, reader: CheckpointReader, index: int, optimizer: Any) -> None:
+    """Undo ``named_optimizer_state``: tensors are read straight to the device and placement of their parameter.
+
+    Raises:
+        CheckpointIncompatible: the optimizer has other parameter groups.
+    """
+    optimizer = raw_optimizer(optimizer)
+    names = parameter_names(module, optimizer)
+    by_name = {name: parameter for parameter, name in names.items()}
+    in_order = list(names.values())
+
+    def allocate(path: tuple[str | int, ...], entry: TensorStorageMetadata) -> Tensor:
+        name = _name_at(path, in_order)
+        parameter = by_name.get(name) if name is not None else None
+        if parameter is None:
+            return empty(entry)
+        if parameter.shape == entry.size and len(entry.size):
+            return torch.empty_like(parameter.detach(), dtype=entry.properties.dtype)
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return empty(entry, local.device if len(entry.size) else "cpu")
+
+    part = f"optimizer_{index}"
+    with torch.no_grad():
+        saved = reader.read_tree(part, allocate)
+    saved["state"] = _named_by_position(module, saved, in_order)
+    groups = saved.get("param_groups", [])
+    if len(groups) != len(optimizer.param_groups):
+        raise CheckpointIncompatible(
+            f"Optimizer {index} has {len(optimizer.param_groups)} parameter groups, the checkpoint's has {len(groups)}.",
+            hint="Configure the optimizer as it was when the checkpoint was saved.",
+        )
+    numbers = {name: number for number, name in enumerate(in_order)}
+    state = {numbers[name]: value for name, value in saved["state"].items() if name in numbers}
+    live_groups = [
+        {**group, "params": [numbers[names[parameter]] for parameter in live["params"]]}
+        for group, live in zip(groups, optimizer.param_groups, strict=True)
+    ]
+    optimizer.load_state_dict({**saved, "state": state, "param_groups": live_groups})
+    _undo_casts(optimizer, {by_name[name]: value for name, value in saved["state"].items() if name in by_name})
+
+
+def _undo_casts(optimizer: Optimizer, saved: Mapping[Tensor, Any]) -> None:
+    """Put back what ``Optimizer.load_state_dict`` cast to the parameter's dtype: 32-bit moments of 16-bit parameters."""
+    for parameter, state in saved.items():
+        if not isinstance(state, dict):
+            continue
+        live = optimizer.state[parameter]
+        for key, value in state.items():
+            if isinstance(value, Tensor) and isinstance(live.get(key), Tensor) and live[key].dtype != value.dtype:
+                live[key] = value.to(live[key].device)
+
+
+def _name_at(path: tuple[str | int, ...], in_order: Sequence[str]) -> str | None:
+    """The parameter that an entry at ``("state", parameter, …)`` belongs to."""
+    if len(path) < 2 or path[0] != "state":
+        return None
+    name = str(path[1])
+    return in_order[int(name)] if name.isdigit() and int(name) < len(in_order) else name
+
+
+def _named_by_position(module: torch.nn.Module, saved: Mapping[str, Any], in_order: Sequence[str] = ()) -> dict[str, Any]:
+    """Optimizer state by name also where it was saved by number (plain ``Optimizer.state_dict``)."""
+    state = saved.get("state", {})
+    if not in_order:
+        in_order = [canonical(name) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    return {(_name_at(("state", key), in_order) or str(key)): value for key, value in state.items()}
+
+
+def _flat_moments(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    for part, content in state.items():
+        if part.startswith("optimizer_"):
+            for name, of_parameter in content.get("state", {}).items():
+                for key, value in of_parameter.items() if isinstance(of_parameter, dict) else ():
+                    if isinstance(value, Tensor) and not isinstance(value, DTensor):
+                        yield f"{part}.state.{name}.{key}", value
+
+
+def _moments(state: Mapping[str, Any]) -> Collection[str]:
+    return {key for key, _ in _flat_moments(state)}
+
+
+# -- the doorway ------------------------------------------------------------------------------------------------------
+
+
+class Doorway:
+    """Puts functions in the place of methods of one Trainer's strategy and connector, and takes them out again."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.strategy = trainer.strategy
+        self.connector = trainer._checkpoint_connector
+        self._replaced: list[tuple[object, str]] = []
+
+    def replace(self, owner: object, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Let ``owner.name`` be ``make(the method as it is now)``."""
+        setattr(owner, name, make(getattr(owner, name)))
+        self._replaced.append((owner, name))
+
+    def close(self) -> None:
+        """Take everything out."""
+        for owner, name in self._replaced:
+            vars(owner).pop(name, None)
+        self._replaced.clear()
+
+    # -- private names, each used in one place ------------------------------------------------------------------------
+
+    def dump_checkpoint(self, weights_only: bool) -> dict[str, Any]:
+        """The Trainer's checkpoint, with all hooks run; model and optimizers as the doorway gives them."""
+        return self.connector.dump_checkpoint(weights_only)
+
+    @property
+    def loads_late(self) -> bool:
+        return bool(self.strategy.restore_checkpoint_after_setup)
+
+    @property
+    def fitting(self) -> bool:
+        return self.trainer.state.fn == TrainerFn.FITTING
+
+    def at_step_boundary(self) -> bool:
+        """Whether no gradients of a half-done accumulation window would be lost now."""
+        module = self.trainer.lightning_module
+        return not module.automatic_optimization or not self.trainer.fit_loop.epoch_loop._should_accumulate()
+
+    def validation_follows(self) -> bool:
+        """Whether validation runs right after the current training batch."""
+        fetcher = self.trainer.fit_loop._data_fetcher
+        return fetcher is not None and bool(self.trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher))
+
+    def last_of_stock_callbacks(self) -> str | None:
+        """What ``ckpt_path="last"`` means to the stock ModelCheckpoints of this Trainer: their newest ``last.ckpt``."""
+        found = {
+            path
+            for callback in self.trainer.checkpoint_callbacks
+            if type(callback) is ModelCheckpoint
+            for path in callback._find_last_checkpoints(self.trainer)
+        }
+        return max(found, key=os.path.getmtime, default=None)
+
+    def before_first_batch(self, action: Callable[[], None]) -> None:
+        """Run ``action`` once, after everything at start-up and before the first training batch is fetched."""
+        epoch_loop = self.trainer.fit_loop.epoch_loop
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def on_run_start(*args: Any, **kwargs: Any) -> Any:
+                result = original(*args, **kwargs)
+                vars(epoch_loop).pop("on_run_start", None)
+                action()
+                return result
+
+            return on_run_start
+
+        self.replace(epoch_loop, "on_run_start", make)
+
+
+ANYWHERE = os.sep
+"""What ``_find_last_checkpoints`` answers: a path that exists on every machine.  Which checkpoint it stands for is decided
+when the ranks can talk."""
+
+
+def run_folder(callback: ModelCheckpoint, trainer: Trainer) -> str:
+    """The folder that ModelCheckpoint would save to: ``dirpath``, or below the logger's, or below ``default_root_dir``."""
+    return str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]

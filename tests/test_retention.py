@@ -1,0 +1,205 @@
+"""What to keep, as tables and as laws."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from on_disk import manifest
+
+from lightning_resilience.errors import SetupError
+from lightning_resilience.manifest import HEALTHY, SUSPECT, WEIGHTS_ONLY, Manifest
+from lightning_resilience.retention import PINNED, Keep, Ranking, judge
+
+NAN, INF = math.nan, math.inf
+
+
+def run(*losses: float | None, **by_step: dict) -> dict[str, Manifest]:
+    """Checkpoints ``s1``, ``s2``, … with these losses (None: not logged); ``s2=dict(…)`` changes one."""
+    found = {}
+    for step, loss in enumerate(losses, start=1):
+        name = f"s{step}"
+        found[name] = manifest(step, **{"metrics": {} if loss is None else {"loss": loss}, **by_step.get(name, {})})
+    return found
+
+
+def kept(manifests: dict[str, Manifest], keep: Keep, ranking: Ranking | None = None, in_use: tuple = ()) -> set[str]:
+    return {verdict.name for verdict in judge(manifests, keep, ranking, in_use) if verdict.keep}
+
+
+LOSS = Ranking("loss")
+FIVE = (5.0, 1.0, 3.0, 2.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("manifests", "keep", "in_use", "expected"),
+    [
+        ({}, Keep(), (), ""),
+        (run(*FIVE), Keep(last=1), (), "s5"),
+        (run(*FIVE), Keep(last=3), (), "s3 s4 s5"),
+        (run(*FIVE), Keep(last=-1), (), "s1 s2 s3 s4 s5"),
+        (run(*FIVE), Keep(last=9), (), "s1 s2 s3 s4 s5"),
+        (run(*FIVE), Keep(last=1, top_k=0), (), "s5"),
+        (run(*FIVE), Keep(last=1, top_k=1), (), "s2 s5"),
+        (run(*FIVE), Keep(last=1, top_k=2), (), "s2 s4 s5"),
+        (run(*FIVE), Keep(last=1, top_k=-1), (), "s1 s2 s3 s4 s5"),
+        (run(1.0, None, 2.0), Keep(last=1, top_k=-1), (), "s1 s3"),
+        # guards
+        (run(*FIVE, s5={"health": SUSPECT}), Keep(last=1), (), "s4 s5"),
+        (run(*FIVE, s5={"health": SUSPECT}, s4={"health": SUSPECT}), Keep(last=1), (), "s3 s5"),
+        (run(*FIVE, s5={"labels": (WEIGHTS_ONLY,)}), Keep(last=1), (), "s4 s5"),
+        (run(*FIVE, s5={"labels": (WEIGHTS_ONLY,)}, s4={"health": SUSPECT}), Keep(last=1), (), "s3 s4 s5"),
+        (run(*FIVE, s1={"labels": (PINNED,)}), Keep(last=1), (), "s1 s5"),
+        (run(*FIVE), Keep(last=1), ("s2", "gone"), "s2 s5"),
+    ],
+)
+def test_what_stays(manifests, keep: Keep, in_use: tuple, expected: str) -> None:
+    assert kept(manifests, keep, LOSS, in_use) == set(expected.split())
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.parametrize("score", [NAN, INF, -INF, None])
+def test_a_score_that_is_no_number_is_never_best(mode: str, score: float | None) -> None:
+    manifests = run(score, 1.0, score, 2.0, score)
+    ranking = Ranking("loss", mode)
+    assert set(ranking.best(manifests)) == {"s2", "s4"}
+    assert kept(manifests, Keep(last=1, top_k=2), ranking) == {"s2", "s4", "s5"}
+
+
+def test_only_bad_scores_leave_no_best_and_the_newest_stays() -> None:
+    manifests = run(NAN, NAN, INF)
+    assert LOSS.best(manifests) == []
+    assert kept(manifests, Keep(last=1, top_k=1), LOSS) == {"s3"}
+
+
+def test_a_suspect_checkpoint_is_never_best_however_good_its_score() -> None:
+    manifests = run(0.0, 1.0, 2.0, 3.0, s1={"health": SUSPECT})
+    assert LOSS.best(manifests) == ["s2", "s3", "s4"]
+    assert "s1" not in kept(manifests, Keep(last=1, top_k=1), LOSS)
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_of_equal_scores_the_older_stays(mode: str) -> None:
+    manifests = run(1.0, 1.0, 1.0, 1.0)
+    for order in itertools.permutations(manifests):
+        shuffled = {name: manifests[name] for name in order}
+        assert Ranking("loss", mode).best(shuffled) == ["s1", "s2", "s3", "s4"]
+        assert kept(shuffled, Keep(last=1, top_k=1), Ranking("loss", mode)) == {"s1", "s4"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"), [("min", ["s2", "s4", "s3", "s5", "s1"]), ("max", ["s1", "s5", "s3", "s4", "s2"])]
+)
+def test_mode_says_which_end_is_best(mode: str, expected: list[str]) -> None:
+    assert Ranking("loss", mode).best(run(*FIVE)) == expected
+
+
+def test_newer_means_saved_later_whatever_step_and_clock_say() -> None:
+    """A run that was rolled back saves smaller steps later, perhaps on a machine whose clock is behind."""
+    manifests = {
+        "before": manifest(500, sequence=1, created="2030-01-01T00:00:00Z"),
+        "after": manifest(200, sequence=2, created="2020-01-01T00:00:00Z"),
+    }
+    assert [verdict.name for verdict in judge(manifests, Keep(last=1))] == ["after", "before"]
+    assert kept(manifests, Keep(last=1)) == {"after"}
+
+
+def test_verdicts_come_newest_first_with_reasons() -> None:
+    manifests = run(5.0, 1.0, 3.0, 2.0, 4.0, s1={"labels": (PINNED,)}, s4={"health": SUSPECT}, s5={"health": SUSPECT})
+    verdicts = judge(manifests, Keep(last=1, top_k=1), LOSS, {"s2"})
+    assert [(verdict.name, verdict.keep, verdict.reasons) for verdict in verdicts] == [
+        ("s5", True, ("newest",)),
+        ("s4", False, ("not among the newest 1 nor among the 1 best",)),
+        ("s3", True, ("newest healthy",)),
+        ("s2", True, ("best loss", "in use")),
+        ("s1", True, ("pinned",)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("place", "word"),
+    [(2, "2nd"), (3, "3rd"), (4, "4th"), (11, "11th"), (12, "12th"), (13, "13th"), (21, "21st"), (22, "22nd")],
+)
+def test_places_are_written_as_people_write_them(place: int, word: str) -> None:
+    verdicts = judge(run(*range(30)), Keep(last=30), None)
+    assert verdicts[place - 1].reasons == (f"{word} newest",)
+
+
+def test_what_goes_for_lack_of_a_score_says_so() -> None:
+    verdicts = judge(run(None, 1.0), Keep(last=1, top_k=-1), LOSS)
+    assert verdicts[-1].reasons == ("not among the newest 1 and without a score",)
+
+
+def random_run(rng: random.Random) -> dict[str, Manifest]:
+    sequences = rng.sample(range(100), rng.randrange(1, 12))
+    return {
+        f"s{sequence}": manifest(
+            rng.randrange(50),
+            sequence=sequence,
+            health=rng.choice([HEALTHY, HEALTHY, SUSPECT]),
+            labels=tuple(rng.sample([PINNED, WEIGHTS_ONLY, "milestone"], rng.choice([0, 0, 1, 2]))),
+            metrics=rng.choice([{}, {"loss": rng.choice([NAN, INF, -INF, 1.0, rng.random()])}]),
+        )
+        for sequence in sequences
+    }
+
+
+def more(keep: Keep, rng: random.Random) -> Keep:
+    """``keep`` with one rule added or widened."""
+    if rng.random() < 0.5:
+        return replace(keep, last=-1 if keep.last == -1 or rng.random() < 0.2 else keep.last + rng.randrange(4))
+    top_k = keep.top_k or 0
+    return replace(keep, top_k=-1 if top_k == -1 or rng.random() < 0.2 else top_k + rng.randrange(4))
+
+
+def test_adding_a_rule_never_removes_more() -> None:
+    rng = random.Random(0)
+    grew = 0
+    for _ in range(3000):
+        manifests, keep = random_run(rng), Keep(last=rng.randrange(1, 5), top_k=rng.choice([None, 0, 1, 2]))
+        ranking = Ranking("loss", rng.choice(["min", "max"]))
+        in_use = tuple(name for name in manifests if rng.random() < 0.1)
+        before = kept(manifests, keep, ranking, in_use)
+        after = kept(manifests, more(keep, rng), ranking, (*in_use, rng.choice(list(manifests))))
+        assert before <= after
+        grew += before < after
+    assert grew > 300
+
+
+def test_no_rule_ever_takes_what_is_guarded() -> None:
+    rng = random.Random(1)
+    removed = 0
+    for _ in range(3000):
+        manifests = random_run(rng)
+        in_use = [name for name in manifests if rng.random() < 0.1]
+        stays = kept(manifests, Keep(last=1, top_k=rng.choice([None, 1])), LOSS, tuple(in_use))
+        newest_first = sorted(manifests.values(), key=lambda found: found.sequence, reverse=True)
+        resumable = [found for found in newest_first if WEIGHTS_ONLY not in found.labels]
+        healthy = [found for found in resumable if found.health == HEALTHY]
+        pinned = [found for found in newest_first if PINNED in found.labels]
+        guarded = {f"s{found.sequence}" for found in (newest_first[0], *resumable[:1], *healthy[:1], *pinned)}
+        assert guarded | set(in_use) <= stays
+        removed += len(manifests) - len(stays)
+    assert removed > 3000
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: Keep(last=0), "last=0"),
+        (lambda: Keep(last=-2), "last=-2"),
+        (lambda: Keep(last=1.5), r"last=1\.5"),
+        (lambda: Keep(last=True), "last=True"),
+        (lambda: Keep(last=None), "last=None"),
+        (lambda: Keep(top_k=-2), "top_k=-2"),
+        (lambda: Keep(top_k="3"), "top_k='3'"),
+        (lambda: Keep(top_k=False), "top_k=False"),
+        (lambda: Ranking("loss", "best"), "mode='best'"),
+    ],
+)
+def test_a_bad_argument_is_refused_by_name_and_value(make, named: str) -> None:
+    with pytest.raises(SetupError, match=named):
+        make()
