@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import HashStore, TCPStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 from lightning_resilience.errors import ResilienceError
 from lightning_resilience.tiers import BLOCK, LocalTier

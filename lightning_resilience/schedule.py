@@ -11,10 +11,10 @@ exactly that step.  Rules that depend on time are decided by rank 0 and agreed o
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol, runtime_checkable
 
 from lightning_resilience.errors import SetupError
 
@@ -28,22 +28,24 @@ class Progress:
     seconds: float
 
 
-@runtime_checkable
-class Schedule(Protocol):
-    """Decides when a save is due."""
+class Schedule(ABC):
+    """Decides when a save is due.  Subclass it for a rule of your own: ``due`` is enough."""
 
+    @abstractmethod
     def due(self, now: Progress, last: Progress) -> str | None:
         """Why a save is due at ``now`` when the last one was started at ``last``; None where it is not."""
 
     def by_step_alone(self) -> Schedule | None:
         """The part of this rule that depends on the step alone, which each rank may decide for itself."""
+        return None
 
     def by_agreement(self) -> Schedule | None:
         """The part of this rule that ranks may see differently, so that one has to decide for all."""
+        return self
 
 
 @dataclass(frozen=True)
-class EverySteps:
+class EverySteps(Schedule):
     """Save at every ``n``-th step (a multiple of ``n``, as ``every_n_train_steps``)."""
 
     n: int
@@ -65,7 +67,7 @@ class EverySteps:
 
 
 @dataclass(frozen=True)
-class EverySeconds:
+class EverySeconds(Schedule):
     """Save once ``seconds`` have passed since the last save was started."""
 
     seconds: float
@@ -86,15 +88,9 @@ class EverySeconds:
         passed = now.seconds - last.seconds
         return f"{passed:.1f} s since the last save" if now.step > last.step and passed >= self.seconds else None
 
-    def by_step_alone(self) -> None:
-        return None
-
-    def by_agreement(self) -> EverySeconds:
-        return self
-
 
 @dataclass(frozen=True, init=False)
-class FirstOf:
+class FirstOf(Schedule):
     """Save when any of ``schedules`` says so: ``FirstOf(EverySteps(1000), EverySeconds(600))``."""
 
     schedules: tuple[Schedule, ...]

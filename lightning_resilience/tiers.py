@@ -62,7 +62,9 @@ class LocalTier:
                 yield from (
                     entry.name
                     for entry in entries
-                    if EXTENSION in entry.name and not entry.is_symlink() and entry.is_dir()
+                    if any(mark in entry.name for mark in (EXTENSION, PARTIAL, REMOVED))
+                    and not entry.is_symlink()
+                    and entry.is_dir()
                 )
         except (FileNotFoundError, NotADirectoryError):
             return

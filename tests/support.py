@@ -1,0 +1,64 @@
+"""Shared by the tests: one tiny model, its data, and a Trainer that is quiet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_resilience import EverySteps, ResilientCheckpoint
+
+FEATURES = 8
+
+
+class TinyModel(L.LightningModule):
+    """Two linear layers around a batch norm, with AdamW.  ``history`` has the loss of each step of this process."""
+
+    def __init__(self, width: int = 16, lr: float = 0.01) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(FEATURES, width), nn.BatchNorm1d(width), nn.Dropout(0.1), nn.Linear(width, 1))
+        self.history: list[tuple[int, float]] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        self.history.append((self.global_step, loss.item()))
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"])
+
+
+def data(samples: int = 32, batch_size: int = 4) -> DataLoader[Any]:
+    """The same samples every time, in order."""
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(samples, FEATURES, generator=generator)
+    return DataLoader(TensorDataset(features, features.sum(1, keepdim=True)), batch_size=batch_size)
+
+
+def make_trainer(folder: Path, *callbacks: L.Callback, **kwargs: Any) -> L.Trainer:
+    """A CPU Trainer without bars, summaries and loggers."""
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "default_root_dir": folder,
+    }
+    return L.Trainer(callbacks=list(callbacks), **(defaults | kwargs))
+
+
+def checkpoint_every(folder: Path, steps: int = 2, **kwargs: Any) -> ResilientCheckpoint:
+    """Our callback, saving every few steps."""
+    return ResilientCheckpoint(dirpath=folder, schedule=EverySteps(steps), **kwargs)
