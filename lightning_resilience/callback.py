@@ -151,7 +151,9 @@ class ResilientCheckpoint(ModelCheckpoint):
         self.keep = self._the_keep(keep)
         self.ranking = Ranking(monitor, mode) if monitor is not None else None
         if monitor is not None and mode == "min" and any(word in monitor.lower() for word in ("acc", "auroc", "f1")):
-            rank_zero_warn(f"monitor={monitor!r} looks like a score where more is better, but mode='min' keeps the lowest.")
+            rank_zero_warn(
+                f"monitor={monitor!r} looks like a score where more is better, but mode='min' keeps the lowest."
+            )
         self._last_is_wanted = False
         self._reset()
 
@@ -182,7 +184,11 @@ class ResilientCheckpoint(ModelCheckpoint):
     def state_key(self) -> str:
         """Two callbacks with different folders or names keep their state apart."""
         return self._generate_state_key(
-            dirpath=self._given_dirpath, filename=self.filename, monitor=self.monitor, mode=self.mode, schedule=repr(self.schedule)
+            dirpath=self._given_dirpath,
+            filename=self.filename,
+            monitor=self.monitor,
+            mode=self.mode,
+            schedule=repr(self.schedule),
         )
 
     # -- for subclasses -----------------------------------------------------------------------------------------------
@@ -221,7 +227,10 @@ class ResilientCheckpoint(ModelCheckpoint):
                 hint="Give them different dirpath=.",
             )
         self._folder = session.folder(
-            root, keep=self.keep, ranking=self.ranking, link=f"{self.CHECKPOINT_NAME_LAST}{self.FILE_EXTENSION}" if self.save_last else None
+            root,
+            keep=self.keep,
+            ranking=self.ranking,
+            link=f"{self.CHECKPOINT_NAME_LAST}{self.FILE_EXTENSION}" if self.save_last else None,
         )
         self._committed = manifests_in(self._folder, session.ranks)
         session.engine.count_from(self._committed.values())
@@ -314,7 +323,9 @@ class ResilientCheckpoint(ModelCheckpoint):
             reasons.append("end of epoch")
         assert self._session is not None
         if self._session.ranks.broadcast(self._gets_into_top_k(trainer)):
-            reasons.append(f"among the {self.save_top_k} best {self.monitor}" if self.save_top_k > 1 else f"best {self.monitor}")
+            reasons.append(
+                f"among the {self.save_top_k} best {self.monitor}" if self.save_top_k > 1 else f"best {self.monitor}"
+            )
         if reasons:
             self._save(trainer, "; ".join(reasons))
 
@@ -543,9 +554,7 @@ def _check_dirpath(dirpath: str | os.PathLike[str] | None) -> str | None:
                 f"dirpath={text!r} needs a package that is not installed: {error}.",
                 hint="pip install 'lightning_resilience[s3]'" if protocol in ("s3", "s3a") else "",
             ) from error
-        raise SetupError(
-            f"dirpath={text!r} is not on a local or shared file system.", hint="Give dirpath= a folder."
-        )
+        raise SetupError(f"dirpath={text!r} is not on a local or shared file system.", hint="Give dirpath= a folder.")
     path = str(local_path(text))
     if "$" in path:
         return path

@@ -45,7 +45,16 @@ from lightning_resilience.manifest import (
 )
 from lightning_resilience.ranks import Board, Ranks, attempt, portable, raise_first
 from lightning_resilience.retention import Keep, Ranking
-from lightning_resilience.shards import FlatState, GlobalPlan, Layout, State, lay_out, metadata_bytes, plan_locally, share_out
+from lightning_resilience.shards import (
+    FlatState,
+    GlobalPlan,
+    Layout,
+    State,
+    lay_out,
+    metadata_bytes,
+    plan_locally,
+    share_out,
+)
 from lightning_resilience.slots import Slot, SlotMemory, dump_objects
 from lightning_resilience.tiers import LocalTier
 
@@ -118,7 +127,9 @@ class Save:
         try:
             return self.committed.result(seconds)
         except TimeoutError as error:
-            raise SaveFailed(f"The save of step {self.step} is not done after {seconds:.0f} s.", step=self.step) from error
+            raise SaveFailed(
+                f"The save of step {self.step} is not done after {seconds:.0f} s.", step=self.step
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -195,7 +206,9 @@ class Engine:
 
     # -- folders ------------------------------------------------------------------------------------------------------
 
-    def open_folder(self, root: Path, *, keep: Keep | None = None, ranking: Ranking | None = None, link: str | None = None) -> Folder:
+    def open_folder(
+        self, root: Path, *, keep: Keep | None = None, ranking: Ranking | None = None, link: str | None = None
+    ) -> Folder:
         """Check that every rank can write its folder, find out who shares it, and clear what a killed run left there.
 
         Raises:
@@ -412,7 +425,9 @@ class Engine:
         except BaseException as error:
             verdict.fail("stage" if job.error is not None else "persist", error)
             if partial:
-                _undo(tier, partial, {*job.files, MANIFEST, META, METADATA} if rank in save.folder.leaders else job.files)
+                _undo(
+                    tier, partial, {*job.files, MANIFEST, META, METADATA} if rank in save.folder.leaders else job.files
+                )
             raise
         if rank in save.folder.leaders:
             self._after_commit(save.folder, name)

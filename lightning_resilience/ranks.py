@@ -44,7 +44,9 @@ class Ranks:
         address: host name under which rank 0 is reached, where the launcher says so.
     """
 
-    def __init__(self, rank: int = 0, world_size: int = 1, *, timeout: float = 1800.0, address: str | None = None) -> None:
+    def __init__(
+        self, rank: int = 0, world_size: int = 1, *, timeout: float = 1800.0, address: str | None = None
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self._timeout = timedelta(seconds=timeout)
@@ -114,7 +116,10 @@ class Ranks:
         """Send a file from rank ``source``, where it is at ``path``, to the ranks that give a ``sink`` to write it to.  Collective."""
         here = self.rank == source
         size = self.all_gather(path.stat().st_size if here else 0)[source]
-        with open(path, "rb") if here else nullcontext() as reader, open(sink, "xb") if sink else nullcontext() as writer:
+        with (
+            open(path, "rb") if here else nullcontext() as reader,
+            open(sink, "xb") if sink else nullcontext() as writer,
+        ):
             for start in range(0, size, BLOCK):
                 count = min(BLOCK, size - start)
                 block = torch.empty(count, dtype=torch.uint8)

@@ -211,7 +211,9 @@ class CheckpointReader(StorageReader):
 
 
 def _load_stream(mapped: mmap.mmap, info: Any) -> Tensor:
-    loaded = torch.load(io.BytesIO(mapped[info.offset : info.offset + info.length]), map_location="cpu", weights_only=True)
+    loaded = torch.load(
+        io.BytesIO(mapped[info.offset : info.offset + info.length]), map_location="cpu", weights_only=True
+    )
     assert isinstance(loaded, Tensor)
     return loaded
 

@@ -139,9 +139,7 @@ def verify_together(ranks: Ranks, folder: Folder, name: str) -> Source:
     return Source(tier, name, manifest)
 
 
-def _copy(
-    ranks: Ranks, folder: Folder, name: str, entry: FileEntry | None, source: int, sinks: set[int]
-) -> None:
+def _copy(ranks: Ranks, folder: Folder, name: str, entry: FileEntry | None, source: int, sinks: set[int]) -> None:
     """Bring a file to the folders that lack it, from the leader of one that has it."""
     assert entry is not None
     tier, holder = folder.tier, store.holder(name, entry)

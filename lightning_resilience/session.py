@@ -152,7 +152,9 @@ class Session:
             folder, name, facts, lambda: self._snapshot(self._doorway.dump_checkpoint(weights_only)), replace=replace
         )
 
-    def save_now(self, folder: Folder, name: str, facts: Facts, capture: Callable[[], Snapshot], *, replace: bool) -> Save:
+    def save_now(
+        self, folder: Folder, name: str, facts: Facts, capture: Callable[[], Snapshot], *, replace: bool
+    ) -> Save:
         """Save and wait until it is committed; saves under way are finished first.
 
         Raises:
@@ -205,7 +207,9 @@ class Session:
         path = local_path(self.ranks.broadcast(os.fspath(filepath))).absolute()
         weights_only = "optimizer_states" not in checkpoint
         facts = self._facts("trainer.save_checkpoint", {}, weights_only)
-        save = self.save_now(self.folder(path.parent), path.name, facts, lambda: self._snapshot(checkpoint), replace=True)
+        save = self.save_now(
+            self.folder(path.parent), path.name, facts, lambda: self._snapshot(checkpoint), replace=True
+        )
         log_save(save)
 
     def _remove_checkpoint(self, filepath: Any) -> None:
@@ -333,7 +337,9 @@ class Session:
     def _load_optimizers(self) -> None:
         assert self._reader is not None
         optimizers = self.trainer.strategy.optimizers
-        saved = next(count for count in range(len(self._reader.paths) + 1) if not self._reader.has(f"optimizer_{count}"))
+        saved = next(
+            count for count in range(len(self._reader.paths) + 1) if not self._reader.has(f"optimizer_{count}")
+        )
         if saved != len(optimizers):
             raise CheckpointIncompatible(
                 f"The model configures {len(optimizers)} optimizers, the checkpoint has the state of {saved}.",
@@ -392,7 +398,11 @@ def _dump_meta(rest: Mapping[str, Any]) -> bytes:
     try:
         torch.save(dict(rest), buffer)
     except Exception as error:
-        culprits = [key for key, value in rest.items() if isinstance(attempt(lambda value=value: _pickled(value)), BaseException)]
+        culprits = [
+            key
+            for key, value in rest.items()
+            if isinstance(attempt(lambda value=value: _pickled(value)), BaseException)
+        ]
         raise SaveFailed(
             f"The Trainer's state cannot be serialised: {type(error).__name__}: {error} (in {', '.join(culprits) or 'it'}).",
             stage="stage",

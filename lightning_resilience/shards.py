@@ -99,7 +99,9 @@ def _shape_of(value: Any) -> tuple[Any, ...]:
     if isinstance(value, DTensor):
         return ("dtensor", value.dtype, value.shape, value.placements, value.device_mesh)
     if isinstance(value, ShardedTensor):
-        shards = tuple(tuple(shard.metadata.shard_offsets + shard.metadata.shard_sizes) for shard in value.local_shards())
+        shards = tuple(
+            tuple(shard.metadata.shard_offsets + shard.metadata.shard_sizes) for shard in value.local_shards()
+        )
         return ("sharded", value.dtype, value.size(), shards)
     if isinstance(value, Tensor):
         return ("tensor", value.dtype, value.shape)
@@ -346,7 +348,9 @@ class _Capture(io.RawIOBase):
             self._countdown -= 1
         elif self._countdown == 0 and self._payload_bytes:
             if size != self._payload_bytes:
-                raise SaveFailed(f"torch.save wrote {size} bytes where {self._payload_bytes} were expected.", stage="plan")
+                raise SaveFailed(
+                    f"torch.save wrote {size} bytes where {self._payload_bytes} were expected.", stage="plan"
+                )
             self._countdown = -1
         else:
             self._tail.append(bytes(block))
@@ -451,7 +455,9 @@ def metadata_bytes(plan: GlobalPlan, extents: Sequence[Sequence[tuple[MetadataIn
     for key, first in plan.tied.items():
         for index in by_key[first]:
             positions[MetadataIndex(key, index.offset, index.index)] = positions[index]
-    whole = dataclasses.replace(plan.metadata, storage_data=positions, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
+    whole = dataclasses.replace(
+        plan.metadata, storage_data=positions, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION
+    )
     return pickle.dumps(whole)
 
 

@@ -198,4 +198,3 @@ def _sweep_dead(root: Path) -> None:
             pass  # its process lives
         finally:
             os.close(lock)
-

@@ -225,7 +225,11 @@ def load_in_place(state: Mapping[str, Any], reader: CheckpointReader, strict: bo
     saved = reader.shapes("model")
     check_fit(wanted, saved, strict)
     reader.read_into(
-        {f"model.{name}": value for name, value in wanted.items() if saved.get(name) is not None and isinstance(value, Tensor)}
+        {
+            f"model.{name}": value
+            for name, value in wanted.items()
+            if saved.get(name) is not None and isinstance(value, Tensor)
+        }
     )
 
 
@@ -261,10 +265,14 @@ def _some(names: Sequence[str], most: int = 8) -> str:
 def edits_loaded_state(trainer: Trainer) -> bool:
     """Whether user code may look at or change the loaded state dict before it reaches the model."""
     module = trainer.lightning_module
-    overridden = is_overridden("on_load_checkpoint", module) or is_overridden("load_state_dict", module, torch.nn.Module)
+    overridden = is_overridden("on_load_checkpoint", module) or is_overridden(
+        "load_state_dict", module, torch.nn.Module
+    )
     ours = (ModelCheckpoint,)
     return overridden or any(
-        is_overridden("on_load_checkpoint", callback, Callback) for callback in trainer.callbacks if not isinstance(callback, ours)
+        is_overridden("on_load_checkpoint", callback, Callback)
+        for callback in trainer.callbacks
+        if not isinstance(callback, ours)
     )
 
 
@@ -365,7 +373,9 @@ def _name_at(path: tuple[str | int, ...], in_order: Sequence[str]) -> str | None
     return in_order[int(name)] if name.isdigit() and int(name) < len(in_order) else name
 
 
-def _named_by_position(module: torch.nn.Module, saved: Mapping[str, Any], in_order: Sequence[str] = ()) -> dict[str, Any]:
+def _named_by_position(
+    module: torch.nn.Module, saved: Mapping[str, Any], in_order: Sequence[str] = ()
+) -> dict[str, Any]:
     """Optimizer state by name also where it was saved by number (plain ``Optimizer.state_dict``)."""
     state = saved.get("state", {})
     if not in_order:

@@ -7,7 +7,9 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_resilience import EverySteps, ResilientCheckpoint
@@ -22,7 +24,9 @@ class TinyModel(L.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(FEATURES, width), nn.BatchNorm1d(width), nn.Dropout(0.1), nn.Linear(width, 1))
+        self.net = nn.Sequential(
+            nn.Linear(FEATURES, width), nn.BatchNorm1d(width), nn.Dropout(0.1), nn.Linear(width, 1)
+        )
         self.history: list[tuple[int, float]] = []
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -35,6 +39,36 @@ class TinyModel(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"])
+
+    def configure_model(self) -> None:
+        """Shard with FSDP2 where the strategy has a mesh for it."""
+        mesh = getattr(self, "_device_mesh", None)
+        if mesh is None or hasattr(self.net, "set_requires_gradient_sync"):
+            return
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in self.net:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh["data_parallel"])
+        fully_shard(self.net, mesh=mesh["data_parallel"])
+
+
+class CPUFSDPStrategy(FSDPStrategy):
+    """FSDP1 on CPUs over gloo, which the stock strategy refuses."""
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
+
+
+def strategy(name: str, world_size: int = 2) -> Any:
+    """``single``, ``ddp``, ``fsdp`` (FSDP1) or ``fsdp2`` (ModelParallel), on CPUs."""
+    if name == "single":
+        return "auto"
+    if name == "ddp":
+        return DDPStrategy(process_group_backend="gloo")
+    if name == "fsdp":
+        return CPUFSDPStrategy(process_group_backend="gloo", state_dict_type="sharded")
+    return ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1, process_group_backend="gloo")
 
 
 def data(samples: int = 32, batch_size: int = 4) -> DataLoader[Any]:
