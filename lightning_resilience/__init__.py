@@ -1,7 +1,8 @@
 """Asynchronous, sharded, crash-proof checkpoints for PyTorch Lightning.
 
-Add ``callbacks=[ResilientCheckpoint()]`` to a ``lightning.pytorch.Trainer`` and call ``trainer.fit(model, ckpt_path="last")``.
-The names below are loaded when they are first used, so that importing the package (and the command line) stays fast.
+Add ``callbacks=[ResilientCheckpoint()]`` to a ``lightning.pytorch.Trainer`` and call ``trainer.fit(model,
+ckpt_path="last")``. The names below are loaded when they are first used, so that importing the package (and the
+command line) stays fast.
 """
 
 from __future__ import annotations

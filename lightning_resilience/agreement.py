@@ -1,8 +1,8 @@
 """How ranks agree during training without waiting for each other.
 
-What ranks may see differently (clocks, losses, signals) is put to a vote: about once a second one asynchronous all-reduce of a few
-integers is started on the package's own group, and its answer is read some steps later, at the same step on every
-rank.  No step waits for it, and no GPU is involved.
+What ranks may see differently (clocks, losses, signals) is put to a vote: about once a second one asynchronous
+all-reduce of a few integers is started on the package's own group, and its answer is read some steps later, at the
+same step on every rank.  No step waits for it, and no GPU is involved.
 """
 
 from __future__ import annotations

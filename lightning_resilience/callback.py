@@ -9,7 +9,8 @@ It decides when, and leaves how to the engine::
     teardown              end the background work
     on_exception          the same without the other ranks, within seconds
 
-All ranks run the same lines with the same answers, because whatever they could see differently was decided by one of them.
+All ranks run the same lines with the same answers, because whatever they could see differently was decided by one of
+them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import torch
 from fsspec.utils import get_protocol
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_resilience import slots
@@ -54,12 +55,12 @@ class ResilientCheckpoint(ModelCheckpoint):
     """Saves the run asynchronously and sharded, and lets ``trainer.fit(ckpt_path="last")`` go on with it.
 
     A drop-in for ``ModelCheckpoint``, whose arguments keep their meaning.  Differences: several triggers may be given
-    together; besides what they ask for there is a checkpoint at the end of training, and with ``monitor`` one whenever a
-    validation gets into the top k; the newest checkpoint is always found by ``ckpt_path="last"``, with or without ``save_last``
-    (which adds a link ``last.ckpt`` for other tools); each checkpoint is a folder.
+    together; besides what they ask for there is a checkpoint at the end of training, and with ``monitor`` one
+    whenever a validation gets into the top k; the newest checkpoint is always found by ``ckpt_path="last"``, with or
+    without ``save_last`` (which adds a link ``last.ckpt`` for other tools); each checkpoint is a folder.
 
-    Args:
-        dirpath: folder of the checkpoints, node-local or shared; as in ModelCheckpoint if not given.  Environment variables
+    Args: dirpath: folder of the checkpoints, node-local or shared; as in ModelCheckpoint if not given.  Environment
+        variables
             are expanded on each rank.
         filename: template for names, as in ModelCheckpoint.
         monitor: metric that ranks checkpoints.
@@ -76,13 +77,16 @@ class ResilientCheckpoint(ModelCheckpoint):
         every_n_epochs: save at the end of every n-th epoch (after its validation, if it has one).
         save_on_train_epoch_end: as in ModelCheckpoint.
         enable_version_counter: give a name that is taken a version; otherwise the older checkpoint gives way.
-        schedule: when to save: ``EverySteps``, ``EverySeconds``, ``FirstOf``; every 300 s if neither this nor one of the three
-            triggers above is given.
+        schedule: when to save: ``EverySteps``, ``EverySeconds``, ``FirstOf``; every 300 s if neither this nor one of
+            the three triggers above is given.
         keep: what is retained; the newest 3 by default.
-        memory: where state is staged: ``"auto"`` (tmpfs if it has room), ``False`` (anonymous memory) or a folder on tmpfs.
-        on_save_error: ``"warn"`` goes on training and tries again at the next save, ``"raise"`` stops at the first failure.
+        memory: where state is staged: ``"auto"`` (tmpfs if it has room), ``False`` (anonymous memory) or a folder on
+        tmpfs.
+        on_save_error: ``"warn"`` goes on training and tries again at the next save, ``"raise"`` stops at the first
+        failure.
         max_failures: failed saves in a row after which training stops whatever ``on_save_error`` says.
-        on_unrestorable: when checkpoints exist and none can be resumed from: ``"raise"``, or ``"fresh"`` to start over with a warning.
+        on_unrestorable: when checkpoints exist and none can be resumed from: ``"raise"``, or ``"fresh"`` to start
+        over with a warning.
         save_timeout: seconds after which a save that some rank has not finished is dropped.
 
     Raises:
@@ -213,7 +217,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         _make_visible()
         last_is_wanted, self._last_is_wanted = self._last_is_wanted, False
         self._reset()
-        if trainer.fast_dev_run:
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning, untyped
             return
         self._session = session = Session.join(trainer, memory=self.memory, timeout=self.save_timeout)
         session.on_unrestorable = self.on_unrestorable
@@ -238,7 +242,8 @@ class ResilientCheckpoint(ModelCheckpoint):
             session.resume_last.append((self._folder, self._sibling_folders(root)))
 
     def _agree_on_folder(self, trainer: Trainer, session: Session) -> str:
-        """The folder: rank 0's, so that loggers that number their runs do not split it; or each rank's own if that was asked for."""
+        """The folder: rank 0's, so that loggers that number their runs do not split it; or each rank's own if that
+        was asked for."""
         if self._given_dirpath is not None and "$" in self._given_dirpath:
             expanded = self._expanded_dirpath()
             assert expanded is not None
@@ -246,7 +251,8 @@ class ResilientCheckpoint(ModelCheckpoint):
         return session.ranks.broadcast(os.path.abspath(local_path(run_folder(self, trainer))))
 
     def _sibling_folders(self, root: Path) -> list[str]:
-        """Folders of earlier runs where the logger numbers them (``…/version_3/checkpoints``): "last" is in one of those."""
+        """Folders of earlier runs where the logger numbers them (``…/version_3/checkpoints``): "last" is in one of
+        those."""
         if self._given_dirpath is not None or not root.parent.name.startswith("version_"):
             return []
         return sorted(str(path) for path in root.parent.parent.glob(f"version_*/{root.name}") if path != root)
@@ -303,7 +309,7 @@ class ResilientCheckpoint(ModelCheckpoint):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._agreement is None or trainer.sanity_checking or not trainer.state.fn == "fit":
+        if self._agreement is None or trainer.sanity_checking or trainer.state.fn != "fit":
             return
         self._validation_metrics |= set(trainer.callback_metrics) - self._metrics_before_validation
         self._validated_at = trainer.global_step
@@ -371,7 +377,8 @@ class ResilientCheckpoint(ModelCheckpoint):
         return os.path.relpath(path, self.dirpath).replace(os.sep, "_")
 
     def _metrics(self, trainer: Trainer) -> dict[str, float]:
-        """The numbers logged at this step; those of an earlier validation belong to an earlier step and are left out."""
+        """The numbers logged at this step; those of an earlier validation belong to an earlier step and are left
+        out."""
         fresh = self._validated_at == trainer.global_step
         return {
             name: float(value)
@@ -387,7 +394,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         if failures >= most:
             raise SaveFailed(
                 f"{failures} saves in a row have failed; the last cause: {self._last_error}",
-                hint="The checkpoints before them are untouched: mend the storage, then start again with ckpt_path='last'.",
+                hint="Earlier checkpoints are untouched: mend the storage, then start again with ckpt_path='last'.",
             )
 
     _last_error: str = "see the log of the rank that failed"
@@ -476,7 +483,8 @@ class ResilientCheckpoint(ModelCheckpoint):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Let the save under way finish, within seconds and without a word to the other ranks, which may be anywhere."""
+        """Let the save under way finish, within seconds and without a word to the other ranks, which may be
+        anywhere."""
         session = self._session
         if session is None:
             return

@@ -12,8 +12,8 @@
                                              leader of each folder: all reported? manifest, rename
                                              verdict on the board; retain
 
-All ranks call ``save`` at the same step.  What one rank cannot do reaches the others as a verdict: then the attempt is dropped
-on all of them, nothing of it stays, and the checkpoints before it are as they were.
+All ranks call ``save`` at the same step.  What one rank cannot do reaches the others as a verdict: then the attempt
+is dropped on all of them, nothing of it stays, and the checkpoints before it are as they were.
 """
 
 from __future__ import annotations
@@ -297,7 +297,8 @@ class Engine:
             job.files[METADATA] = self._plan.metadata
 
     def _prepare(self, snapshot: Snapshot) -> _Prepared:
-        """What can be done before the ranks know whether the plan still holds; no objects where it does not for this one."""
+        """What can be done before the ranks know whether the plan still holds; no objects where it does not for this
+        one."""
         flat = FlatState.of(snapshot.state)
         fingerprint = (flat.fingerprint(), frozenset(snapshot.identical))
         holds = self._plan is not None and self._plan.fingerprint == fingerprint
@@ -360,7 +361,8 @@ class Engine:
         return True
 
     def close(self, seconds: float | None = None) -> None:
-        """End the background work and give all memory back.  Not collective: rank 0 may leave only when all are done."""
+        """End the background work and give all memory back.  Not collective: rank 0 may leave only when all are
+        done."""
         done = self.drain(self.timeout if seconds is None else seconds)
         if not done:
             log.warning("event=close reason='left while a save was under way; it is dropped'")
@@ -444,7 +446,8 @@ class Engine:
         return written
 
     def _commit(self, job: _Job, verdict: _Verdict, partial: str, name: str) -> None:
-        """As leader of a folder: the manifest, then the rename.  Rank 0 goes last, so that its word covers every folder."""
+        """As leader of a folder: the manifest, then the rename.  Rank 0 goes last, so that its word covers every
+        folder."""
         save, tier = job.save, job.save.folder.tier
         others = [leader for leader in save.folder.leaders if leader != 0]
         if self.ranks.rank == 0:
@@ -495,8 +498,9 @@ class Engine:
 class _Verdict:
     """What the ranks tell each other about one save, in the order of the methods.
 
-    Every key is written once, with its value or with the failure that made it impossible, so that a wait is for one key only.
-    ``reports`` is where it is decided: either the last rank to report writes it, or the first one to fail does.
+    Every key is written once, with its value or with the failure that made it impossible, so that a wait is for one
+    key only. ``reports`` is where it is decided: either the last rank to report writes it, or the first one to fail
+    does.
     """
 
     def __init__(self, board: Board, prefix: str, rank: int, timeout: float) -> None:

@@ -2,10 +2,12 @@
 
 Two channels, neither of which is the Trainer's:
 
-* **the group**: gloo, with a timeout of its own, used from the training thread only.  All ranks call the same method at the
+* **the group**: gloo, with a timeout of its own, used from the training thread only.  All ranks call the same method
+at the
   same step, so these are collectives: a few integers a save, whole plans when the shape of the state changed, and lists
   of checkpoints at a resume.
-* **the board**: a key-value store with deadlines, used from the background.  Nobody waits for anybody who has not promised to
+* **the board**: a key-value store with deadlines, used from the background.  Nobody waits for anybody who has not
+promised to
   write: a save ends on every rank with the verdict of the board, or with its deadline.
 """
 
@@ -16,8 +18,8 @@ import pickle
 import socket
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -113,7 +115,8 @@ class Ranks:
         return self.all_gather(attempt(compute))
 
     def copy_file(self, source: int, path: Path, sink: Path | None) -> None:
-        """Send a file from rank ``source``, where it is at ``path``, to the ranks that give a ``sink`` to write it to.  Collective."""
+        """Send a file from rank ``source``, where it is at ``path``, to the ranks that give a ``sink`` to write it
+        to.  Collective."""
         here = self.rank == source
         size = self.all_gather(path.stat().st_size if here else 0)[source]
         with (
@@ -124,10 +127,10 @@ class Ranks:
                 count = min(BLOCK, size - start)
                 block = torch.empty(count, dtype=torch.uint8)
                 if reader is not None:
-                    reader.readinto(memoryview(block.numpy()))
+                    reader.readinto(block.numpy().data)
                 dist.broadcast(block, src=source, group=self._group)
                 if writer is not None:
-                    writer.write(memoryview(block.numpy()))
+                    writer.write(block.numpy().data)
             if writer is not None:
                 writer.flush()
                 os.fsync(writer.fileno())
@@ -173,10 +176,8 @@ class Ranks:
         seen = self.gathered(lambda: tuple(sorted(int(name) for name in os.listdir(probes))))
         raise_first(seen)
         mine.unlink(missing_ok=True)
-        try:
+        with suppress(OSError):  # another rank's file is still in it; the last one out removes it
             probes.rmdir()
-        except OSError:
-            pass  # another rank's file is still in it; the last one out removes it
         answer = seen[self.rank]
         assert isinstance(answer, tuple)
         return answer

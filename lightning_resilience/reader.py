@@ -1,11 +1,11 @@
 """Shard files to tensors: any DCP folder, read straight into tensors that are already there.
 
-Keys are compared in a *canonical* form, so that a checkpoint fits whatever wrapped the model when it was saved: the first
-component is ``model`` (``ModelParallelStrategy`` writes ``state_dict``), and the names that wrappers insert
+Keys are compared in a *canonical* form, so that a checkpoint fits whatever wrapped the model when it was saved: the
+first component is ``model`` (``ModelParallelStrategy`` writes ``state_dict``), and the names that wrappers insert
 (``torch.compile``, activation checkpointing, FSDP) are left out.
 
-Files that this package wrote hold plain contiguous payloads, which are mapped and copied from; what other writers left is
-loaded stream by stream with ``torch.load``.
+Files that this package wrote hold plain contiguous payloads, which are mapped and copied from; what other writers
+left is loaded stream by stream with ``torch.load``.
 """
 
 from __future__ import annotations
@@ -89,9 +89,11 @@ class CheckpointReader(StorageReader):
                 shapes[key_of(path[1:])] = tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
         return shapes
 
-    def has(self, part: str) -> bool:
-        """Whether the state has a part of that name (``optimizer_0``)."""
-        return any(path[0] == part for path in self.paths.values())
+    @property
+    def optimizers(self) -> int:
+        """How many optimizers the checkpoint has the state of."""
+        parts = {path[0] for path in self.paths.values()}
+        return sum(1 for part in parts if re.fullmatch(r"optimizer_\d+", str(part)))
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -104,6 +106,11 @@ class CheckpointReader(StorageReader):
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(targets), self.metadata)
         self.read_data(planner.create_local_plan(), planner)
+
+    def _tensor(self, key: str) -> TensorStorageMetadata:
+        entry = self.metadata.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        return entry
 
     def read_object(self, key: str) -> Any:
         """A value that is not a tensor."""
@@ -142,7 +149,7 @@ class CheckpointReader(StorageReader):
             if shape is None:
                 values[name] = self.read_object(key)
             else:
-                values[name] = targets[key] = empty(self.metadata.state_dict_metadata[key])
+                values[name] = targets[key] = empty(self._tensor(key))
         self.read_into(targets)
         return values
 
@@ -196,7 +203,7 @@ class CheckpointReader(StorageReader):
     def _payload(self, item: ReadItem, mapped: mmap.mmap, path: Path) -> Tensor:
         """A view of one stored chunk."""
         info = self.metadata.storage_data[item.storage_index]
-        entry = self.metadata.state_dict_metadata[item.storage_index.fqn]
+        entry = self._tensor(item.storage_index.fqn)
         shape = _stored_sizes(entry, item.storage_index)
         dtype = entry.properties.dtype
         name = mapped.find(_RECORD, info.offset, info.offset + info.length)

@@ -1,8 +1,8 @@
 """A resume: which checkpoint, decided by all ranks together.
 
-Every rank looks at what it can see, the findings are gathered, and all come to the same answer: the newest checkpoint of which
-every file is somewhere, whole, by size and digest.  Nothing is unpickled before that.  Where folders are node-local, files
-that a node lacks are then copied to it from one that has them.
+Every rank looks at what it can see, the findings are gathered, and all come to the same answer: the newest checkpoint
+of which every file is somewhere, whole, by size and digest.  Nothing is unpickled before that.  Where folders are
+node-local, files that a node lacks are then copied to it from one that has them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from lightning_resilience import store
 from lightning_resilience.engine import Engine, Folder
 from lightning_resilience.errors import CheckpointCorrupt, CheckpointNotFound, ResilienceError
-from lightning_resilience.manifest import HEALTHY, WEIGHTS_ONLY, FileEntry, Manifest
+from lightning_resilience.manifest import HEALTHY, MANIFEST, WEIGHTS_ONLY, FileEntry, Manifest
 from lightning_resilience.ranks import Ranks, raise_first
 from lightning_resilience.tiers import LocalTier
 
@@ -101,7 +101,8 @@ def _what_is_there(tier: LocalTier) -> dict[str, tuple[int, int] | str]:
 
 
 def verify_together(ranks: Ranks, folder: Folder, name: str) -> Source:
-    """Check every byte of a checkpoint, each file by one rank of each folder, and make it whole on every folder.  Collective.
+    """Check every byte of a checkpoint, each file by one rank of each folder, and make it whole on every folder.
+    Collective.
 
     Raises:
         CheckpointCorrupt: a file is damaged or missing everywhere; on all ranks.
@@ -156,7 +157,7 @@ def _copy(ranks: Ranks, folder: Folder, name: str, entry: FileEntry | None, sour
 
 def _write_missing_manifest(tier: LocalTier, name: str, manifest: Manifest) -> None:
     with suppress(FileExistsError):
-        tier.write(name, store.MANIFEST, manifest.to_bytes())
+        tier.write(name, MANIFEST, manifest.to_bytes())
         tier.sync(name)
 
 
@@ -183,7 +184,7 @@ def open_explicit(ranks: Ranks, path: Path) -> Source:
 def _open(path: Path) -> Source:
     if path.is_dir() and store.is_stock_folder(path):
         return Source(LocalTier(path.parent), path.name)
-    if path.is_dir() and not (path / store.MANIFEST).exists() and LocalTier(path).names():
+    if path.is_dir() and not (path / MANIFEST).exists() and LocalTier(path).names():
         raise CheckpointNotFound(f"{str(path)!r} is a folder of checkpoints.", hint=store.available(LocalTier(path)))
     tier, name, manifest = store.open_checkpoint(path)
     return Source(tier, name, manifest)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,13 +18,14 @@ RankState = dict[str, Any]
 
 
 def capture() -> RankState:
-    """The generators of this process as they are now: Python, NumPy, torch on the CPU and on every CUDA device in use."""
-    kind, keys, position, has_gauss, cached_gaussian = np.random.get_state(legacy=True)
+    """The generators of this process as they are now: Python, NumPy, torch on the CPU and on every CUDA device in
+    use."""
+    kind, keys, position, has_gauss, cached_gaussian = cast("tuple[str, Any, int, int, float]", np.random.get_state())
     return {
         "python": random.getstate(),
         "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached_gaussian)),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else [],
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
 
 

@@ -6,25 +6,21 @@ A session lives from a callback's ``setup`` to its ``teardown`` (or ``on_excepti
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import lightning
-import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_resilience import run_state, store
-from lightning_resilience._version import __version__
+from lightning_resilience import run_state, store, trainer_state
 from lightning_resilience.engine import Engine, Facts, Folder, Save, Snapshot
-from lightning_resilience.errors import CheckpointCorrupt, CheckpointIncompatible, CheckpointNotFound, SaveFailed
+from lightning_resilience.errors import CheckpointCorrupt, CheckpointIncompatible, SaveFailed
 from lightning_resilience.manifest import META, WEIGHTS_ONLY, Manifest, rank_file
 from lightning_resilience.ranks import Ranks, attempt, raise_first
-from lightning_resilience.reader import CheckpointReader, canonical, load_trusted
+from lightning_resilience.reader import CheckpointReader, canonical
 from lightning_resilience.resume import Source, find_last, open_explicit
 from lightning_resilience.strategies import Doorway, edits_loaded_state, family_of, raw_optimizer
 from lightning_resilience.tiers import local_path
@@ -59,7 +55,8 @@ class Session:
         self.folders: dict[Path, Folder] = {}
         self.resumed: Source | None = None
         self.resume_last: list[tuple[Folder, list[str]]] = []
-        """Where to look for ``ckpt_path="last"``, filled by callbacks that were asked for it: an open folder, and others."""
+        """Where to look for ``ckpt_path="last"``, filled by callbacks that were asked for it: an open folder, and
+        others."""
         self.on_unrestorable = "raise"
         self._finished: list[Save] = []
         self._users = 0
@@ -89,7 +86,8 @@ class Session:
             self._detach()
 
     def abandon(self, seconds: float) -> None:
-        """Close the session without the other ranks, after an exception: what is under way gets ``seconds`` to finish."""
+        """Close the session without the other ranks, after an exception: what is under way gets ``seconds`` to
+        finish."""
         if self._users:
             self._users = 0
             self.engine.close(seconds)
@@ -175,24 +173,17 @@ class Session:
             strategy=type(self.trainer.strategy).__name__,
             labels=(WEIGHTS_ONLY,) if weights_only else (),
             metrics=metrics,
-            versions={
-                "torch": torch.__version__,
-                "lightning": lightning.__version__,
-                "lightning_resilience": __version__,
-            },
+            versions=trainer_state.VERSIONS,
         )
 
     def _snapshot(self, checkpoint: dict[str, Any]) -> Snapshot:
         """Split a Trainer's checkpoint into tensors for DCP and the rest, which is serialised here and now."""
-        rest = dict(checkpoint)
-        state = {self.family.prefix: rest.pop("state_dict")}
-        for index, optimizer in enumerate(rest.pop("optimizer_states", [])):
-            state[f"optimizer_{index}"] = optimizer
+        state, rest = trainer_state.split(checkpoint, self.family.prefix)
         meta = b""
         if self.ranks.rank == 0:
-            meta = _dump_meta(rest)
+            meta = trainer_state.dump(rest)
             if not self._checked_meta:
-                _check_meta(meta)
+                trainer_state.check_loads(meta)
                 self._checked_meta = True
         identical = self.family.identical(state)
         return Snapshot(state, identical, meta, run_state.to_bytes(run_state.capture()))
@@ -242,7 +233,7 @@ class Session:
             checkpoint_path = self._doorway.last_of_stock_callbacks()
         if checkpoint_path is None:
             return None
-        text = self.ranks.broadcast(os.fspath(checkpoint_path))
+        text: str = self.ranks.broadcast(os.fspath(checkpoint_path))
         if "://" in text and not text.startswith("file://"):
             return text
         path = local_path(text).absolute()
@@ -295,7 +286,7 @@ class Session:
                 hint="Pass it to trainer.validate or test, or load the weights yourself and start a new run.",
             )
         self._reader = reader = CheckpointReader(source.locate, plain=manifest is not None)
-        checkpoint = _load_meta(source, weights_only)
+        checkpoint = trainer_state.load(source.locate(META), weights_only, trusted=manifest is not None)
         strict = self.trainer.lightning_module.strict_loading
         if self.family.loads_late:
             self.family.load_model(reader, strict)
@@ -337,9 +328,7 @@ class Session:
     def _load_optimizers(self) -> None:
         assert self._reader is not None
         optimizers = self.trainer.strategy.optimizers
-        saved = next(
-            count for count in range(len(self._reader.paths) + 1) if not self._reader.has(f"optimizer_{count}")
-        )
+        saved = self._reader.optimizers
         if saved != len(optimizers):
             raise CheckpointIncompatible(
                 f"The model configures {len(optimizers)} optimizers, the checkpoint has the state of {saved}.",
@@ -357,8 +346,8 @@ class Session:
             run_state.restore(run_state.from_bytes(source.locate(rank_file(rank)).read_bytes()))
             return
         rank_zero_warn(
-            f"The checkpoint was saved by {saved_ranks} ranks and is resumed by {self.ranks.world_size}: random generators"
-            " are seeded anew for each rank, from the saved state of rank 0, the step and the rank."
+            f"The checkpoint was saved by {saved_ranks} ranks and is resumed by {self.ranks.world_size}: random"
+            " generators are seeded anew for each rank, from the saved state of rank 0, the step and the rank."
         )
         run_state.derive(source.locate(rank_file(0)).read_bytes(), source.manifest.step, rank)
 
@@ -391,49 +380,3 @@ def manifests_in(folder: Folder, ranks: Ranks) -> dict[str, Manifest]:
         raise listing
     assert listing is not None
     return listing
-
-
-def _dump_meta(rest: Mapping[str, Any]) -> bytes:
-    buffer = io.BytesIO()
-    try:
-        torch.save(dict(rest), buffer)
-    except Exception as error:
-        culprits = [
-            key
-            for key, value in rest.items()
-            if isinstance(attempt(lambda value=value: _pickled(value)), BaseException)
-        ]
-        raise SaveFailed(
-            f"The Trainer's state cannot be serialised: {type(error).__name__}: {error} (in {', '.join(culprits) or 'it'}).",
-            stage="stage",
-            hint="Keep such objects out of hparams, callback state and on_save_checkpoint.",
-        ) from error
-    return buffer.getvalue()
-
-
-def _pickled(value: Any) -> None:
-    torch.save(value, io.BytesIO())
-
-
-def _check_meta(meta: bytes) -> None:
-    """Find out now, not at the resume after days of training, that the saved state cannot be read back."""
-    try:
-        load_trusted(meta)
-    except Exception as error:
-        raise SaveFailed(
-            f"The Trainer's state was serialised but cannot be read back: {type(error).__name__}: {error}.",
-            stage="stage",
-            hint="Its classes must be importable when it is loaded; keep others out of hparams and callback state.",
-        ) from error
-
-
-def _load_meta(source: Source, weights_only: bool | None) -> dict[str, Any]:
-    path = source.locate(META)
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError as error:
-        raise CheckpointNotFound(f"{path} is missing.") from error
-    # Stock folders have no digest that vouches for them, so torch's own default holds: tensors and plain values only.
-    loaded = load_trusted(data, weights_only if source.manifest is not None else weights_only is not False)
-    assert isinstance(loaded, dict)
-    return loaded

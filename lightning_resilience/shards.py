@@ -10,16 +10,17 @@
 Planning speaks DCP's own types, so ``.metadata`` is what any DCP reader expects.  It is done once and kept until a
 *fingerprint* (names, kinds, dtypes, shapes, placements, tied storages) changes on any rank.
 
-A shard file is a row of ``torch.save`` streams.  A tensor's stream is a *skeleton* (the same for every tensor of that dtype and
-shape) around its payload, so a file can be laid out before there is a value in it, and refilled in place for every save
-(``slots``).  Checksums inside the streams are switched off, because the payload changes under them; the manifest has
-a digest of the whole file.
+A shard file is a row of ``torch.save`` streams.  A tensor's stream is a *skeleton* (the same for every tensor of that
+dtype and shape) around its payload, so a file can be laid out before there is a value in it, and refilled in place
+for every save (``slots``).  Checksums inside the streams are switched off, because the payload changes under them;
+the manifest has a digest of the whole file.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import math
 import pickle
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     _validate_global_plan,
@@ -82,7 +83,8 @@ class FlatState:
         )
 
     def tied(self) -> tuple[dict[str, str], set[str]]:
-        """Keys whose storage an earlier key has too (with that key), and keys where this rank cannot tell: it has no part."""
+        """Keys whose storage an earlier key has too (with that key), and keys where this rank cannot tell: it has no
+        part."""
         first_seen: dict[tuple[Any, ...], str] = {}
         tied, empty = {}, set()
         for key, value in self.values.items():
@@ -136,7 +138,8 @@ def local_tensor(value: Any, offsets: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class LocalPlan:
-    """What one rank could write: DCP's items, and which keys other ranks hold identically, so that any may write them."""
+    """What one rank could write: DCP's items, and which keys other ranks hold identically, so that any may write
+    them."""
 
     items: list[WriteItem]
     mappings: dict[str, tuple[str | int, ...]]
@@ -185,9 +188,8 @@ class GlobalPlan:
 def plan_locally(flat: FlatState, identical: Collection[str] = ()) -> LocalPlan:
     """What this rank could write.
 
-    Args:
-        flat: its state.
-        identical: keys of plain tensors that all ranks hold bit for bit (data-parallel parameters and moments).  Other plain
+    Args: flat: its state. identical: keys of plain tensors that all ranks hold bit for bit (data-parallel parameters
+        and moments).  Other plain
             values may differ between ranks (batch-norm buffers do), and the lowest rank's are the ones that count.
     """
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -200,8 +202,8 @@ def plan_locally(flat: FlatState, identical: Collection[str] = ()) -> LocalPlan:
 def share_out(plans: Sequence[LocalPlan]) -> GlobalPlan:
     """Give every piece of the state to one rank, so that the files come out even.
 
-    What only one rank holds is its to write.  What several hold goes to the one with the least to write so far, largest first,
-    and is cut along its first dimension where one rank would get more than its even part.
+    What only one rank holds is its to write.  What several hold goes to the one with the least to write so far,
+    largest first, and is cut along its first dimension where one rank would get more than its even part.
     """
     world = len(plans)
     tied = _tied_everywhere(plans)
@@ -275,7 +277,7 @@ def _cut(item: WriteItem, limit: int) -> Iterator[WriteItem]:
         yield item
         return
     edges = [rows * i // count for i in range(count + 1)]
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in itertools.pairwise(edges):
         offsets = torch.Size((data.chunk.offsets[0] + start, *data.chunk.offsets[1:]))
         sizes = torch.Size((stop - start, *data.chunk.sizes[1:]))
         yield WriteItem(
@@ -320,7 +322,7 @@ class Skeleton:
         template = torch.empty(tuple(shape), dtype=dtype)
         capture = _Capture(template.numel() * template.element_size())
         with _without_checksums():
-            torch.save(template, capture)
+            torch.save(template, capture)  # type: ignore[arg-type]  # a file that can only be written
         return cls(*capture.halves())
 
 
@@ -436,8 +438,8 @@ def lay_out(pieces: Sequence[Piece], flat: FlatState) -> Layout:
 def dump_object(value: Any) -> bytes:
     """Pickle a value that is not a tensor.
 
-    In ``torch.save``'s stream format, which every ``torch.load`` reads up to its end and no further, so that the spot can be
-    larger than the object; the zip format cannot be padded.
+    In ``torch.save``'s stream format, which every ``torch.load`` reads up to its end and no further, so that the spot
+    can be larger than the object; the zip format cannot be padded.
     """
     buffer = io.BytesIO()
     torch.save(value, buffer, _use_new_zipfile_serialization=False)

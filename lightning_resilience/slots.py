@@ -1,9 +1,9 @@
 """Slots: the staging area is the shard file.
 
-A slot is this rank's shard file in memory, kept from save to save.  Laying it out writes the constant bytes once; staging then
-is one copy of each tensor over its payload, into memory that is already there.  Two slots take turns, so that one can be
-written out while the other is filled.  They are files on tmpfs where that has room (the RAM tier), otherwise anonymous
-shared memory.
+A slot is this rank's shard file in memory, kept from save to save.  Laying it out writes the constant bytes once;
+staging then is one copy of each tensor over its payload, into memory that is already there.  Two slots take turns, so
+that one can be written out while the other is filled.  They are files on tmpfs where that has room (the RAM tier),
+otherwise anonymous shared memory.
 
 Files of slots are private to the user (0600, in a folder 0700) and carry a lock that the kernel drops when their
 process dies, so that the next start can tell the dead from the living and free the memory.
@@ -22,7 +22,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from lightning_resilience.errors import SetupError
 from lightning_resilience.shards import FlatState, Layout, dump_object
@@ -123,7 +122,7 @@ class SlotMemory:
             log.warning(
                 "event=memory rank=%d reason=%r",
                 self._rank,
-                f"{self._root} has {free / 2**20:.0f} MiB free and {copies} slots need {copies * size / 2**20:.0f} MiB: "
+                f"{self._root} has {free / 2**20:.0f} MiB free, {copies} slots need {copies * size / 2**20:.0f} MiB: "
                 "using anonymous memory, so there is no RAM tier to restore from",
             )
         return [Slot(layout, mmap.mmap(-1, size)) for _ in range(copies)]

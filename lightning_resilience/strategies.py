@@ -2,21 +2,22 @@
 
 The only module that touches Lightning's private names; ``PRIVATE_NAMES`` lists them, and a test fails when one moves.
 
-``FSDPStrategy`` and ``ModelParallelStrategy`` never call a CheckpointIO, and the others call it on rank 0 only, so a plugin
-cannot do this work.  What works for all of them is to override a handful of methods on the strategy *instance* and
-``resume_start`` on the Trainer's checkpoint connector (``Doorway``).  Every save then passes here, ``trainer.save_checkpoint``
-and a stock ``ModelCheckpoint``'s too, and every load.
+``FSDPStrategy`` and ``ModelParallelStrategy`` never call a CheckpointIO, and the others call it on rank 0 only, so a
+plugin cannot do this work.  What works for all of them is to override a handful of methods on the strategy *instance*
+and ``resume_start`` on the Trainer's checkpoint connector (``Doorway``).  Every save then passes here,
+``trainer.save_checkpoint`` and a stock ``ModelCheckpoint``'s too, and every load.
 
-A *family* knows one kind of strategy: single device and DDP (plain tensors), FSDP (``ShardedTensor``), and ModelParallel with
-FSDP2 and tensor parallelism (``DTensor``).  Keys are those that stock Lightning writes, so stock readers find them, with
-optimizer state by parameter name on every strategy, so that any can load what any other saved.
+A *family* knows one kind of strategy: single device and DDP (plain tensors), FSDP (``ShardedTensor``), and
+ModelParallel with FSDP2 and tensor parallelism (``DTensor``).  Keys are those that stock Lightning writes, so stock
+readers find them, with optimizer state by parameter name on every strategy, so that any can load what any other
+saved.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -55,8 +56,8 @@ PRIVATE_NAMES = (
     "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop.on_run_start",
     "lightning.pytorch.loops.fit_loop:_FitLoop.__init__._data_fetcher",
 )
-"""Every private name of Lightning that this package relies on, as ``module:object.attribute``; an attribute after ``__init__``
-is one that the constructor sets."""
+"""Every private name of Lightning that this package relies on, as ``module:object.attribute``; an attribute after
+``__init__`` is one that the constructor sets."""
 
 UNSUPPORTED = {
     "DeepSpeedStrategy": "DeepSpeed keeps its own checkpoint format; use FSDPStrategy or ModelParallelStrategy.",
@@ -271,7 +272,7 @@ def edits_loaded_state(trainer: Trainer) -> bool:
     ours = (ModelCheckpoint,)
     return overridden or any(
         is_overridden("on_load_checkpoint", callback, Callback)
-        for callback in trainer.callbacks
+        for callback in trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning, untyped
         if not isinstance(callback, ours)
     )
 
@@ -341,7 +342,7 @@ def load_named_optimizer(module: torch.nn.Module, reader: CheckpointReader, inde
     groups = saved.get("param_groups", [])
     if len(groups) != len(optimizer.param_groups):
         raise CheckpointIncompatible(
-            f"Optimizer {index} has {len(optimizer.param_groups)} parameter groups, the checkpoint's has {len(groups)}.",
+            f"Optimizer {index} has {len(optimizer.param_groups)} parameter groups, the checkpoint {len(groups)}.",
             hint="Configure the optimizer as it was when the checkpoint was saved.",
         )
     numbers = {name: number for number, name in enumerate(in_order)}
@@ -355,7 +356,8 @@ def load_named_optimizer(module: torch.nn.Module, reader: CheckpointReader, inde
 
 
 def _undo_casts(optimizer: Optimizer, saved: Mapping[Tensor, Any]) -> None:
-    """Put back what ``Optimizer.load_state_dict`` cast to the parameter's dtype: 32-bit moments of 16-bit parameters."""
+    """Put back what ``Optimizer.load_state_dict`` cast to the parameter's dtype: 32-bit moments of 16-bit
+    parameters."""
     for parameter, state in saved.items():
         if not isinstance(state, dict):
             continue
@@ -392,7 +394,7 @@ def _flat_moments(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
                         yield f"{part}.state.{name}.{key}", value
 
 
-def _moments(state: Mapping[str, Any]) -> Collection[str]:
+def _moments(state: Mapping[str, Any]) -> set[str]:
     return {key for key, _ in _flat_moments(state)}
 
 
@@ -416,7 +418,8 @@ class Doorway:
     def close(self) -> None:
         """Take everything out."""
         for owner, name in self._replaced:
-            vars(owner).pop(name, None)
+            with suppress(AttributeError):
+                delattr(owner, name)
         self._replaced.clear()
 
     # -- private names, each used in one place ------------------------------------------------------------------------
@@ -460,7 +463,7 @@ class Doorway:
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             def on_run_start(*args: Any, **kwargs: Any) -> Any:
                 result = original(*args, **kwargs)
-                vars(epoch_loop).pop("on_run_start", None)
+                del epoch_loop.on_run_start
                 action()
                 return result
 
@@ -470,10 +473,11 @@ class Doorway:
 
 
 ANYWHERE = os.sep
-"""What ``_find_last_checkpoints`` answers: a path that exists on every machine.  Which checkpoint it stands for is decided
-when the ranks can talk."""
+"""What ``_find_last_checkpoints`` answers: a path that exists on every machine.  Which checkpoint it stands for is
+decided when the ranks can talk."""
 
 
 def run_folder(callback: ModelCheckpoint, trainer: Trainer) -> str:
-    """The folder that ModelCheckpoint would save to: ``dirpath``, or below the logger's, or below ``default_root_dir``."""
+    """The folder that ModelCheckpoint would save to: ``dirpath``, or below the logger's, or below
+    ``default_root_dir``."""
     return str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
