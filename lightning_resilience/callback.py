@@ -42,7 +42,8 @@ from lightning_resilience.retention import Keep, Ranking, judge
 from lightning_resilience.schedule import EverySeconds, EverySteps, FirstOf, Progress, Schedule, check_schedule
 from lightning_resilience.session import Session, log_save, manifests_in
 from lightning_resilience.strategies import ANYWHERE, run_folder
-from lightning_resilience.tiers import local_path
+from lightning_resilience.store import list_checkpoints
+from lightning_resilience.tiers import LocalTier, local_path
 
 log = logging.getLogger("lightning_resilience")
 
@@ -199,6 +200,27 @@ class ResilientCheckpoint(ModelCheckpoint):
 
     def on_checkpoint_committed(self, trainer: Trainer, pl_module: LightningModule, checkpoint: Committed) -> None:
         """Called on every rank, from the training thread, once ``checkpoint`` exists.  Override it in a subclass."""
+
+    @property
+    def best_model_path(self) -> str:
+        """Path of the best checkpoint (the newest, without ``monitor``); ``""`` where there is none.  A process that has not
+        trained yet finds it in ``dirpath``."""
+        if not self._best_model_path and self._folder is None and self._given_dirpath is not None:
+            tier = LocalTier(self._expanded_dirpath() or "")
+            committed = list_checkpoints(tier).committed
+            best = self._best_first(committed)
+            return str(tier.path(best[0])) if best else ""
+        return self._best_model_path
+
+    @best_model_path.setter
+    def best_model_path(self, path: str) -> None:
+        self._best_model_path = path
+
+    def _best_first(self, committed: Mapping[str, Manifest]) -> list[str]:
+        if self.ranking is not None:
+            return self.ranking.best(committed)
+        healthy = [name for name in committed if committed[name].health == HEALTHY]
+        return sorted(healthy, key=lambda name: committed[name].order, reverse=True)
 
     # -- start --------------------------------------------------------------------------------------------------------
 
@@ -433,9 +455,8 @@ class ResilientCheckpoint(ModelCheckpoint):
         folder = self._folder
         assert folder is not None
         newest_first = sorted(self._committed, key=lambda name: self._committed[name].order, reverse=True)
-        healthy = [name for name in newest_first if self._committed[name].health == HEALTHY]
         self.last_model_path = str(folder.tier.path(newest_first[0])) if newest_first else ""
-        best = self.ranking.best(self._committed) if self.ranking is not None else healthy[:1]
+        best = self._best_first(self._committed)
         self.best_model_path = str(folder.tier.path(best[0])) if best else ""
         if self.ranking is not None:
             scores = {name: torch.tensor(self._committed[name].metrics[self.ranking.monitor]) for name in best}

@@ -68,13 +68,13 @@ class Snapshot:
     Args:
         state: nested tensors and objects, as DCP takes them; this rank's part.
         identical: flat keys of plain tensors that all ranks hold bit for bit.
-        meta: content of ``meta.pt``; rank 0's is written.
+        meta: content of ``meta.pt``, of which rank 0's is written; or why there is none, which drops the save.
         rank_state: content of this rank's own file.
     """
 
     state: State
     identical: Collection[str]
-    meta: bytes
+    meta: bytes | Exception
     rank_state: bytes
 
 
@@ -254,6 +254,9 @@ class Engine:
             The save, which may already have failed; None where the one before it is not done on some rank.
         """
         begin = time.perf_counter()
+        before = self._in_flight
+        if before is not None and before.folder is not folder and before.step == facts.step:
+            self.drain(self.timeout)  # two callbacks that save the same step take turns, or one would always be skipped
         if self.ranks.any_max(self.busy)[0]:
             self.skipped += 1
             log.info("event=skip step=%d skipped=%d reason='the save before it is not done'", facts.step, self.skipped)
@@ -299,6 +302,8 @@ class Engine:
     def _prepare(self, snapshot: Snapshot) -> _Prepared:
         """What can be done before the ranks know whether the plan still holds; no objects where it does not for this
         one."""
+        if isinstance(snapshot.meta, Exception):
+            raise snapshot.meta
         flat = FlatState.of(snapshot.state)
         fingerprint = (flat.fingerprint(), frozenset(snapshot.identical))
         holds = self._plan is not None and self._plan.fingerprint == fingerprint

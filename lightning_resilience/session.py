@@ -179,14 +179,25 @@ class Session:
     def _snapshot(self, checkpoint: dict[str, Any]) -> Snapshot:
         """Split a Trainer's checkpoint into tensors for DCP and the rest, which is serialised here and now."""
         state, rest = trainer_state.split(checkpoint, self.family.prefix)
-        meta = b""
+        meta: bytes | Exception = b""
         if self.ranks.rank == 0:
+            meta = self._dump(rest)
+        identical = self.family.identical(state)
+        return Snapshot(state, identical, meta, run_state.to_bytes(run_state.capture()))
+
+    def _dump(self, rest: Mapping[str, Any]) -> bytes | Exception:
+        """Serialise the rest.  What cannot be saved at all stops the run at its first save, before hours are at stake; later on
+        it costs that save."""
+        try:
             meta = trainer_state.dump(rest)
             if not self._checked_meta:
                 trainer_state.check_loads(meta)
-                self._checked_meta = True
-        identical = self.family.identical(state)
-        return Snapshot(state, identical, meta, run_state.to_bytes(run_state.capture()))
+        except SaveFailed as error:
+            if not self._checked_meta:
+                raise
+            return error
+        self._checked_meta = True
+        return meta
 
     def _optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         return self.family.optimizer_state(raw_optimizer(optimizer))

@@ -13,6 +13,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_resilience import EverySteps, ResilientCheckpoint
+from lightning_resilience.manifest import Manifest
+from lightning_resilience.session import _sessions
+from lightning_resilience.store import list_checkpoints, verify
+from lightning_resilience.tiers import LocalTier
 
 FEATURES = 8
 
@@ -96,3 +100,35 @@ def make_trainer(folder: Path, *callbacks: L.Callback, **kwargs: Any) -> L.Train
 def checkpoint_every(folder: Path, steps: int = 2, **kwargs: Any) -> ResilientCheckpoint:
     """Our callback, saving every few steps."""
     return ResilientCheckpoint(dirpath=folder, schedule=EverySteps(steps), **kwargs)
+
+
+class Settle(L.Callback):
+    """Waits after every batch for the save that it started, so that the next one is not skipped."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._wait(trainer)
+
+    def on_validation_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._wait(trainer)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._wait(trainer)
+
+    @staticmethod
+    def _wait(trainer: L.Trainer) -> None:
+        if (session := _sessions.get(id(trainer))) is not None:
+            session.engine.drain(60)
+
+
+def settle() -> Settle:
+    """See ``Settle``."""
+    return Settle()
+
+
+def committed(folder: Path) -> list[Manifest]:
+    """The manifests in a folder, from old to new, each checked byte by byte."""
+    tier = LocalTier(folder)
+    manifests = list_checkpoints(tier).committed
+    for name, manifest in manifests.items():
+        assert not verify(tier, name, manifest)
+    return sorted(manifests.values(), key=lambda manifest: manifest.order)
