@@ -49,6 +49,14 @@ class Search:
     source: Source | None = None
     skipped: dict[str, str] = field(default_factory=dict)
 
+    def skip(self, path: Path, why: str | ResilienceError, *, aloud: bool) -> None:
+        """Note why a checkpoint is not the one; damage is warned of, where ``aloud`` (one rank's word is enough)."""
+        if isinstance(why, ResilienceError):
+            why = ", ".join(getattr(why, "problems", ())) or why.message
+            if aloud:
+                log.warning("event=resume skipped=%s reason=%r", path.name, why)
+        self.skipped[str(path)] = why
+
     def explain(self) -> str:
         """The skipped ones and why, in one line."""
         return "; ".join(f"{Path(path).name}: {why}" for path, why in self.skipped.items())
@@ -57,11 +65,12 @@ class Search:
 def find_last(engine: Engine, folders: Sequence[Folder]) -> Search:
     """The newest healthy checkpoint in ``folders`` that all ranks together can restore.  Collective."""
     search = Search()
+    first = engine.ranks.rank == 0
     candidates: list[tuple[tuple[int, int], int, str]] = []
     for index, folder in enumerate(folders):
         listings = engine.ranks.gathered(lambda folder=folder: _what_is_there(folder.tier))  # type: ignore[misc]
         raise_first(listings)
-        found: dict[str, tuple[int, int] | str] = {}
+        found: dict[str, tuple[int, int] | str | ResilienceError] = {}
         for listing in reversed(listings):
             assert isinstance(listing, dict)
             found |= {name: what for name, what in listing.items() if not isinstance(found.get(name), tuple)}
@@ -70,23 +79,22 @@ def find_last(engine: Engine, folders: Sequence[Folder]) -> Search:
             if isinstance(what, tuple):
                 candidates.append((what, index, name))
             else:
-                search.skipped[str(folder.tier.path(name))] = what
+                search.skip(folder.tier.path(name), what, aloud=first)
     for _, index, name in sorted(candidates, reverse=True):
         folder = folders[index]
         try:
             search.source = verify_together(engine.ranks, folder, name)
             return search
         except ResilienceError as error:
-            search.skipped[str(folder.tier.path(name))] = ", ".join(getattr(error, "problems", ())) or error.message
-            log.warning("event=resume skipped=%s reason=%r", name, search.skipped[str(folder.tier.path(name))])
+            search.skip(folder.tier.path(name), error, aloud=first)
     return search
 
 
-def _what_is_there(tier: LocalTier) -> dict[str, tuple[int, int] | str]:
-    """Place in the order of each checkpoint that a run may resume from, or why it may not."""
+def _what_is_there(tier: LocalTier) -> dict[str, tuple[int, int] | str | ResilienceError]:
+    """Place in the order of each checkpoint that a run may resume from, or why it may not: its nature, or damage."""
     listing = store.list_checkpoints(tier)
-    found: dict[str, tuple[int, int] | str] = {
-        name: error.message
+    found: dict[str, tuple[int, int] | str | ResilienceError] = {
+        name: error
         for name, error in listing.unusable.items()
         if name in tier.names() and not store.is_stock_folder(tier.path(name))
     }

@@ -1,7 +1,7 @@
-"""Ranks as in ``processes``, for tests that need many short lives: forked from a server that has imported everything already.
+"""Ranks as in ``processes``, for tests that need many short lives: forked from a server that has imported it all already.
 
-A forked process is as real as a launched one, and dies as well, but is there in a tenth of a second instead of four.  What it
-is not good for is the end of a Python process: it leaves without the interpreter's shutdown.
+A forked process is as real as a launched one, and dies as well, but is there in a tenth of a second instead of four.
+What it is not good for is the end of a Python process: it leaves without the interpreter's shutdown.
 """
 
 from __future__ import annotations

@@ -1,0 +1,324 @@
+"""The ways to save and to restore that are compared, each with the same few methods."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from benchmarks.state import TrainingState
+
+
+class Route(ABC):
+    """One way to save.  All ranks call the same methods in the same order.
+
+    Args:
+        folder: empty; on one disk for all ranks.
+        state: what is saved and restored in place.
+    """
+
+    background = True
+    """Whether anything of a save is left to do when ``save`` returns."""
+
+    def __init__(self, folder: Path, state: TrainingState) -> None:
+        self.folder = folder
+        self.state = state
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.saves = 0
+
+    @property
+    def path(self) -> Path:
+        """Where the newest checkpoint is."""
+        return self.folder / f"step={self.saves}.ckpt"
+
+    def save(self) -> None:
+        """Save; on return the forward and backward pass may go on."""
+        self.saves += 1
+        self.start()
+
+    def forget(self) -> None:
+        """Delete the newest checkpoint, which must be durable."""
+        if self.rank == 0:
+            shutil.rmtree(self.path) if self.path.is_dir() else self.path.unlink(missing_ok=True)
+
+    @abstractmethod
+    def start(self) -> None:
+        """``save``, to ``path``."""
+
+    def wait_staged(self) -> None:  # noqa: B027
+        """Return when parameters and moments may change."""
+
+    def durable(self) -> bool:
+        """Whether this rank's part of the newest save is done."""
+        return True
+
+    @abstractmethod
+    def wait_durable(self) -> None:
+        """Return when this rank's part of the newest save survives power loss."""
+
+    @abstractmethod
+    def restore(self) -> Mapping[str, Callable[[], object]]:
+        """The steps of restoring the newest save into the state, to be called in order; each is timed."""
+
+    def close(self) -> None:  # noqa: B027
+        """Give back what the route holds."""
+
+
+class LightningResilience(Route):
+    """This package's engine, as the callback uses it."""
+
+    def __init__(self, folder: Path, state: TrainingState) -> None:
+        from lightning_resilience.engine import Engine
+        from lightning_resilience.ranks import Ranks
+
+        super().__init__(folder, state)
+        self.ranks = Ranks(self.rank, self.world_size)
+        self.engine = Engine(self.ranks)
+        self.run_folder = self.engine.open_folder(folder)
+        self.current: Any = None
+        self.source: Any = None
+
+    def capture(self) -> Any:
+        from lightning_resilience import run_state
+        from lightning_resilience.engine import Snapshot
+
+        nested = self.state.nested()
+        moments = nested["optimizer_0"]["state"]
+        identical = {f"model.{name}" for name in nested["model"]}
+        identical |= {f"optimizer_0.state.{name}.{key}" for name, entry in moments.items() for key in entry}
+        meta = io.BytesIO()
+        torch.save({"epoch": 0, "global_step": self.saves}, meta)
+        rank_state = run_state.to_bytes(run_state.capture())
+        return Snapshot(nested, frozenset(identical), meta.getvalue(), rank_state)
+
+    def start(self) -> None:
+        from lightning_resilience.engine import Facts
+
+        facts = Facts(step=self.saves, epoch=0, reason="benchmark", strategy="SingleDeviceStrategy")
+        self.current = self.engine.save(self.run_folder, self.path.name, facts, self.capture)
+        assert self.current is not None
+
+    def wait_staged(self) -> None:
+        self.current.staged.result()
+
+    def durable(self) -> bool:
+        return bool(self.current.committed.done())
+
+    def wait_durable(self) -> None:
+        self.current.wait()
+
+    def restore(self) -> Mapping[str, Callable[[], object]]:
+        return {"verify": self._verify, "read": self._read}
+
+    def _verify(self) -> None:
+        from lightning_resilience.resume import verify_together
+
+        self.source = verify_together(self.ranks, self.run_folder, self.path.name)
+
+    def _read(self) -> None:
+        from lightning_resilience.reader import CheckpointReader
+
+        CheckpointReader(self.source.locate, plain=True).read_into(dict(self.state.flat()))
+
+    def close(self) -> None:
+        self.engine.close()
+        dist.barrier()
+        self.ranks.close()
+
+
+class TorchSave(Route):
+    """Lightning's ``TorchCheckpointIO``, on rank 0 while the others wait, as its strategies do.
+
+    It does not fsync; making the file durable is counted as part of ``durable`` and not of the stall.
+    """
+
+    background = False
+
+    def __init__(self, folder: Path, state: TrainingState) -> None:
+        from lightning.fabric.plugins import TorchCheckpointIO
+
+        super().__init__(folder, state)
+        self.io: Any = TorchCheckpointIO()
+
+    def start(self) -> None:
+        if self.rank == 0:
+            self.io.save_checkpoint(self._checkpoint(), self.path)
+        dist.barrier()
+
+    def _checkpoint(self) -> dict[str, Any]:
+        nested = self.state.nested()
+        return {"epoch": 0, "state_dict": nested["model"], "optimizer_states": [nested["optimizer_0"]]}
+
+    def wait_durable(self) -> None:
+        if self.rank == 0:
+            _sync(self.path)
+            _sync(self.folder)
+
+    def restore(self) -> Mapping[str, Callable[[], object]]:
+        return {"read": self._read}
+
+    @torch.no_grad()
+    def _read(self) -> None:
+        from lightning.fabric.plugins import TorchCheckpointIO
+
+        loaded = TorchCheckpointIO().load_checkpoint(self.path)
+        moments = loaded["optimizer_states"][0]["state"]
+        for name, parameter in self.state.parameters.items():
+            parameter.copy_(loaded["state_dict"][name])
+            for key, value in self.state.optimizer.state[parameter].items():
+                value.copy_(moments[name][key])
+
+
+class AsyncIO(TorchSave):
+    """Lightning's ``AsyncCheckpointIO`` around it."""
+
+    background = True
+
+    def __init__(self, folder: Path, state: TrainingState) -> None:
+        from lightning.fabric.plugins import TorchCheckpointIO
+        from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+        super().__init__(folder, state)
+        self.io = AsyncCheckpointIO(TorchCheckpointIO())
+        self.synced: Future[None] | None = None
+
+    def start(self) -> None:
+        super().start()
+        # Its executor has one thread, which takes this up when the save is written.
+        self.synced = self.io._executor.submit(super().wait_durable) if self.rank == 0 else None
+
+    def durable(self) -> bool:
+        return self.synced is None or self.synced.done()
+
+    def wait_durable(self) -> None:
+        if self.synced is not None:
+            self.synced.result()
+
+    def close(self) -> None:
+        self.io.teardown()
+
+
+class DcpSave(Route):
+    """``torch.distributed.checkpoint.save`` with one writer thread."""
+
+    background = False
+    threads = 1
+
+    def writer(self) -> dcp.FileSystemWriter:
+        return dcp.FileSystemWriter(self.path, thread_count=self.threads)
+
+    def start(self) -> None:
+        dcp.save(self.state.nested(), storage_writer=self.writer())
+
+    def wait_durable(self) -> None:
+        if self.rank == 0:
+            _sync(self.path)
+            _sync(self.folder)
+
+    def restore(self) -> Mapping[str, Callable[[], object]]:
+        return {"read": lambda: dcp.load(self.state.nested(), storage_reader=dcp.FileSystemReader(self.path))}
+
+
+class DcpSave2(DcpSave):
+    """The same with two writer threads."""
+
+    threads = 2
+
+
+class DcpAsyncThread(DcpSave):
+    """``dcp.async_save`` in a thread, with the stager that it takes by default."""
+
+    background = True
+    kind = AsyncCheckpointerType.THREAD
+
+    def __init__(self, folder: Path, state: TrainingState) -> None:
+        super().__init__(folder, state)
+        self.group = dist.new_group(backend="gloo")  # one shared with training deadlocks
+        self.stager: DefaultStager | None = None
+        self.response: Any = None
+
+    @property
+    def upload(self) -> Future[Any]:
+        return getattr(self.response, "upload_completion", self.response)  # type: ignore[no-any-return]
+
+    def start(self) -> None:
+        self.response = dcp.async_save(
+            self.state.nested(),
+            storage_writer=self.writer(),
+            process_group=self.group,
+            async_checkpointer_type=self.kind,
+            async_stager=self.stager,
+        )
+
+    def wait_staged(self) -> None:
+        staging = getattr(self.response, "staging_completion", None)
+        if staging is not None:
+            staging.result()
+
+    def durable(self) -> bool:
+        return self.upload.done()
+
+    def wait_durable(self) -> None:
+        self.upload.result()
+        super().wait_durable()
+
+    def close(self) -> None:
+        if self.stager is not None:
+            self.stager.close()
+        dist.destroy_process_group(self.group)
+
+
+class DcpAsyncStaged(DcpAsyncThread):
+    """``dcp.async_save`` in a thread, with a stager that copies in a thread too, into memory that it keeps."""
+
+    def __init__(self, folder: Path, state: TrainingState) -> None:
+        super().__init__(folder, state)
+        self.stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=False, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=False
+            )
+        )
+
+
+class DcpAsyncProcess(DcpAsyncThread):
+    """``dcp.async_save`` in a process, which is started by the first save."""
+
+    kind = AsyncCheckpointerType.PROCESS
+
+    def close(self) -> None:
+        from torch.distributed.checkpoint import _async_process_executor as executor
+
+        executor._CHECKPOINT_PROCESS = None  # its finalizer ends the process
+        super().close()
+
+
+ROUTES: dict[str, type[Route]] = {
+    "lightning_resilience": LightningResilience,
+    "torch.save": TorchSave,
+    "AsyncCheckpointIO": AsyncIO,
+    "dcp.save-1": DcpSave,
+    "dcp.save-2": DcpSave2,
+    "dcp.async-thread": DcpAsyncThread,
+    "dcp.async-staged": DcpAsyncStaged,
+    "dcp.async-process": DcpAsyncProcess,
+}
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
