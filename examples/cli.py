@@ -1,7 +1,7 @@
 """The same run through LightningCLI: everything is in ``config.yaml``.
 
-    python examples/cli.py fit --config examples/config.yaml                               # first start, and every restart
-    python examples/cli.py fit --config examples/config.yaml --trainer.max_steps 400       # a longer run
+python examples/cli.py fit --config examples/config.yaml                               # first start, and every restart
+python examples/cli.py fit --config examples/config.yaml --trainer.max_steps 400       # a longer run
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What the examples train: a small character-level GPT on text that every machine has, Python's own standard library."""
+"""What the examples train: a small character-level GPT on text that every machine has, Python's own standard
+library."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """How ranks agree during training without waiting for each other.
 
-What ranks may see differently (clocks, losses, signals) is put to a vote: about once a second one asynchronous
-all-reduce of a few integers is started on the package's own group, and its answer is read some steps later, at the
-same step on every rank.  No step waits for it, and no GPU is involved.
+What ranks may see differently (clocks, for one) is decided by rank 0 and told to all: about once a second one
+asynchronous all-reduce of a few integers is started on the package's own group, and its answer is read some steps
+later, at the same step on every rank.  No step waits for it, and no GPU is involved.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from lightning_resilience.ranks import PendingMax, Ranks
 
 
 class Agreement:
-    """Asks all ranks the same questions, over and over.
+    """Asks all ranks whether something is wanted, over and over.
 
     Args:
         ranks: who is asked; all call ``ask`` once a batch.
@@ -29,37 +29,42 @@ class Agreement:
         self._every = 1
         self._pending: PendingMax | None = None
         self._due = 0
-        self._asked_at = (0, time.monotonic())
+        self._asked: str | None = None
+        self._asked_at: tuple[int, float] | None = None
 
-    def ask(self, *votes: int) -> list[int] | None:
-        """Hand in this rank's votes.
+    def ask(self, wish: str | None) -> str | None:
+        """Hand in this rank's wish: why, or None.
 
         Returns:
-            The largest vote on each question over all ranks, at the steps where an answer is due; None at the others.
+            At the steps where an answer is due, and if any rank had a wish: why (this rank's own words where it has
+            some).  The same ranks get an answer at the same step; None at all other steps.
         """
         if self._ranks.world_size == 1:
-            return list(votes)
+            return wish
         self._batch += 1
         answer = None
         if self._pending is not None and self._batch >= self._due:
-            *answer, self._every = self._pending.result()
+            wanted, self._every = self._pending.result()
             self._pending = None
+            if wanted:
+                answer = self._asked or "another rank asked for it"
         if self._pending is None:
-            self._pending = self._ranks.start_max(*votes, self._proposal())
+            self._asked = wish
+            self._pending = self._ranks.start_max(wish is not None, self._proposal())
             self._due = self._batch + self._every
         return answer
 
     def _proposal(self) -> int:
-        """How many batches to let pass until the answer; rank 0's wish counts, so that all read it at the same step."""
+        """How many batches to let pass until the answer; rank 0's counts, so that all read it at the same step."""
         if self._ranks.rank != 0:
             return 0
-        batch, then = self._asked_at
-        now = time.monotonic()
+        before, now = self._asked_at, time.monotonic()
         self._asked_at = (self._batch, now)
-        passed = self._batch - batch
-        if not passed or now <= then:
+        if before is None or now <= before[1]:
             return 1
-        return max(1, min(self.MOST_BATCHES, round(self._seconds * passed / (now - then))))
+        wanted = round(self._seconds * (self._batch - before[0]) / (now - before[1]))
+        # At most doubling: a few quick batches must not postpone the next question by hours of slow ones.
+        return max(1, min(wanted, 2 * self._every, self.MOST_BATCHES))
 
     def close(self) -> None:
         """Let the question under way come to its end.  All ranks have asked it."""

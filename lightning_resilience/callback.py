@@ -203,8 +203,8 @@ class ResilientCheckpoint(ModelCheckpoint):
 
     @property
     def best_model_path(self) -> str:
-        """Path of the best checkpoint (the newest, without ``monitor``); ``""`` where there is none.  A process that has not
-        trained yet finds it in ``dirpath``."""
+        """Path of the best checkpoint (the newest, without ``monitor``); ``""`` where there is none.  A process that
+        has not trained yet finds it in ``dirpath``."""
         if not self._best_model_path and self._folder is None and self._given_dirpath is not None:
             tier = LocalTier(self._expanded_dirpath() or "")
             committed = list_checkpoints(tier).committed
@@ -301,14 +301,15 @@ class ResilientCheckpoint(ModelCheckpoint):
         self._hear(trainer, pl_module)
         at_boundary = session.at_step_boundary()
         now = self._now(trainer)
-        wanted = self._wanted_by_time(now) if session.ranks.rank == 0 else None
-        answer = self._agreement.ask(bool(wanted))
-        if answer is not None and answer[0]:
-            self._reason = wanted or self._reason or "time"
+        answer = self._agreement.ask(self._wanted_by_time(now) if session.ranks.rank == 0 else None)
+        if answer is not None:
+            self._reason = answer
         if not at_boundary:
             return
         by_step = self.schedule.by_step_alone()
-        reasons = [reason for reason in (by_step.due(now, self._started) if by_step else None, self._reason) if reason]
+        ends = "end of training" if session.ends_within_an_epoch() else None
+        due = (by_step.due(now, self._started) if by_step else None, self._reason, ends)
+        reasons = [reason for reason in due if reason]
         if not reasons:
             return
         if self.monitor is not None and session.validation_follows():
@@ -425,14 +426,16 @@ class ResilientCheckpoint(ModelCheckpoint):
         """Take note of the saves that ended since the last batch."""
         assert self._session is not None
         for save in self._session.finished(self._folder):
-            log_save(save)
             error = save.committed.exception()
             if error is not None:
                 self._saved_at = None
                 self._last_error = str(error)
                 rank_zero_warn(f"{error} Training goes on; the next save tries again.")
                 continue
+            if trainer.is_global_zero:
+                log_save(save)
             self._note(trainer, pl_module, save.committed.result())
+            self._session.engine.tidy(save.folder)
 
     def _note(self, trainer: Trainer, pl_module: LightningModule, checkpoint: Committed) -> None:
         """Now that it exists: tell loggers and subclasses."""

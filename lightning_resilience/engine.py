@@ -10,7 +10,9 @@
     stage: copy it into a slot  ──────────>  persist: write the slot's bytes, digest, fsync
     … training goes on …                     report to the board
                                              leader of each folder: all reported? manifest, rename
-                                             verdict on the board; retain
+                                             verdict on the board
+    poll: hear of it
+    tidy                     ──────────>     remove what the folder's rule gives up
 
 All ranks call ``save`` at the same step.  What one rank cannot do reaches the others as a verdict: then the attempt
 is dropped on all of them, nothing of it stays, and the checkpoints before it are as they were.
@@ -19,11 +21,13 @@ is dropped on all of them, nothing of it stays, and the checkpoints before it ar
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -124,12 +128,9 @@ class Save:
         Raises:
             SaveFailed: it was dropped, or is not done after ``seconds``.
         """
-        try:
-            return self.committed.result(seconds)
-        except TimeoutError as error:
-            raise SaveFailed(
-                f"The save of step {self.step} is not done after {seconds:.0f} s.", step=self.step
-            ) from error
+        if not wait_for([self.committed], seconds).done:
+            raise SaveFailed(f"The save of step {self.step} is not done after {seconds:.0f} s.", step=self.step)
+        return self.committed.result()
 
 
 @dataclass(frozen=True)
@@ -200,9 +201,10 @@ class Engine:
         self._in_flight: Save | None = None
         self._attempts = 0
         self._finished: queue.SimpleQueue[Save] = queue.SimpleQueue()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | Folder | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._board: Board | None = None
+        self._verdict: _Verdict | None = None
 
     # -- folders ------------------------------------------------------------------------------------------------------
 
@@ -354,16 +356,18 @@ class Engine:
                 finished.append(self._finished.get_nowait())
         return finished
 
+    def tidy(self, folder: Folder) -> None:
+        """Remove what the folder's rule gives up, in the background.
+
+        Call it once the news of the newest checkpoints is out: until then, what users know of must stay.
+        """
+        if folder.keep is not None and self.ranks.rank in folder.leaders and self._thread is not None:
+            self._jobs.put(folder)
+
     def drain(self, seconds: float) -> bool:
         """Wait for the save under way, if any; whether it is done."""
         save = self._in_flight
-        if save is None:
-            return True
-        try:
-            save.committed.exception(seconds)
-        except TimeoutError:
-            return False
-        return True
+        return save is None or bool(wait_for([save.committed], seconds).done)
 
     def close(self, seconds: float | None = None) -> None:
         """End the background work and give all memory back.  Not collective: rank 0 may leave only when all are
@@ -388,6 +392,9 @@ class Engine:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
+            if isinstance(job, Folder):
+                self._retain(job)
+                continue
             save = job.save
             begin = time.perf_counter()
             try:
@@ -412,9 +419,12 @@ class Engine:
         if self._board is None:
             self._board = self.ranks.board()
         save, rank = job.save, self.ranks.rank
-        verdict = _Verdict(self._board, f"{self.ranks.session}/{save.attempt}", rank, self.timeout)
-        tier = save.folder.tier
-        partial = ""
+        tier, leads = save.folder.tier, rank in save.folder.leaders
+        verdict = _Verdict(self._board, f"{self.ranks.session}/{save.attempt}", self.ranks, leads, self.timeout)
+        if self._verdict is not None and rank == 0:
+            self._verdict.clear()  # there would be no save now if any rank was not done with the one before
+        self._verdict = verdict
+        partial = published = ""
         try:
             if job.error is not None:
                 raise job.error
@@ -423,23 +433,28 @@ class Engine:
                 if rank == 0:
                     verdict.name(job.name if job.replace else store.free_name(tier, job.name))
                 partial = f"{verdict.wait_name()}{PARTIAL}{self.ranks.session}-{save.attempt}"
-                verdict.report(self._write(job, partial), self.ranks.world_size)
+                verdict.report(self._write(job, partial))
             verdict.wait_reports()
             name = verdict.wait_name()
-            if rank in save.folder.leaders:
+            if leads:
                 self._commit(job, verdict, partial, name)
+                published = name
             manifest = verdict.wait_commit()
         except BaseException as error:
-            verdict.fail("stage" if job.error is not None else "persist", error)
-            if partial:
-                _undo(
-                    tier, partial, {*job.files, MANIFEST, META, METADATA} if rank in save.folder.leaders else job.files
-                )
-            raise
-        if rank in save.folder.leaders:
-            self._after_commit(save.folder, name)
-        if rank == 0:
-            verdict.clear(self.ranks.world_size)
+            failure, dropped = verdict.fail("stage" if job.error is not None else "persist", error)
+            if dropped and partial:
+                _undo(tier, partial, {*job.files, MANIFEST, META, METADATA} if leads else job.files)
+            if dropped and published and rank != 0:
+                with suppress(OSError):
+                    tier.remove(published)
+            if failure is error:
+                raise
+            raise failure from error
+        if leads and save.folder.link is not None:
+            try:
+                tier.point(save.folder.link, name)
+            except OSError as error:
+                log.warning("event=link folder=%s error=%r", tier.root, error)
         return Committed(tier.path(name), manifest)
 
     def _write(self, job: _Job, partial: str) -> list[FileEntry]:
@@ -489,13 +504,10 @@ class Engine:
             versions=facts.versions,
         )
 
-    def _after_commit(self, folder: Folder, name: str) -> None:
-        """Housekeeping of a folder; trouble here is not the checkpoint's, which exists already."""
+    def _retain(self, folder: Folder) -> None:
         try:
-            if folder.link is not None:
-                folder.tier.point(folder.link, name)
-            if folder.keep is not None:
-                store.retain(folder.tier, folder.keep, folder.ranking, self.in_use)
+            assert folder.keep is not None
+            store.retain(folder.tier, folder.keep, folder.ranking, self.in_use)
         except OSError as error:
             log.warning("event=retain folder=%s error=%r", folder.tier.root, error)
 
@@ -504,29 +516,43 @@ class _Verdict:
     """What the ranks tell each other about one save, in the order of the methods.
 
     Every key is written once, with its value or with the failure that made it impossible, so that a wait is for one
-    key only. ``reports`` is where it is decided: either the last rank to report writes it, or the first one to fail
-    does.
+    key only.  ``reports`` is where it is decided, in one atomic write: the last rank to report lets the save go on, the
+    first one to fail or to run out of time drops it.  Once it goes on, only rank 0 can still drop it, and the others
+    wait for its word without a deadline, because their files may be part of a checkpoint by then.
+
+    Args:
+        board: a connection of this thread's own.
+        prefix: of the keys of this save.
+        ranks: who takes part.
+        leads: whether this rank commits a folder.
+        timeout: seconds until the save is dropped.
     """
 
-    def __init__(self, board: Board, prefix: str, rank: int, timeout: float) -> None:
+    def __init__(self, board: Board, prefix: str, ranks: Ranks, leads: bool, timeout: float) -> None:
         self._board = board
         self._prefix = prefix
-        self._rank = rank
+        self._rank = ranks.rank
+        self._world_size = ranks.world_size
+        self._leads = leads
+        self._reported = False
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
 
     def _key(self, *parts: object) -> str:
         return "/".join(map(str, (self._prefix, *parts)))
 
-    def _put(self, value: object, *parts: object) -> None:
-        self._board.put_once(self._key(*parts), value)
+    def _put(self, value: object, *parts: object) -> Any:
+        """Write a key, unless somebody was first; what stands there now."""
+        return self._board.put_once(self._key(*parts), value)
 
-    def _wait(self, *parts: object) -> Any:
+    def _wait(self, *parts: object, deadline: float | None = None) -> Any:
+        """The value of a key; raises the failure that stands in its place, or one without a rank when time is up."""
         try:
-            value = self._board.wait(self._key(*parts), self._deadline - time.monotonic())
+            left = (self._deadline if deadline is None else deadline) - time.monotonic()
+            value = self._board.wait(self._key(*parts), left)
         except TimeoutError as error:
             raise SaveFailed(
-                f"Not every rank finished its part of the save within {self._timeout:.0f} s.",
+                f"Not every rank finished its part of the save within {self._timeout:.0f} s{self._late()}.",
                 stage="commit",
                 hint="Raise save_timeout= if the storage is that slow.",
             ) from error
@@ -534,19 +560,33 @@ class _Verdict:
             raise value
         return value
 
+    def _late(self) -> str:
+        with suppress(Exception):
+            late = [str(rank) for rank in range(self._world_size) if not self._board.has(self._key("files", rank))]
+            return f" (rank {', '.join(late)})" if late and self._world_size > 1 else ""
+        return ""
+
     def name(self, name: str) -> None:
         self._put(name, "name")
 
     def wait_name(self) -> str:
         return str(self._wait("name"))
 
-    def report(self, files: list[FileEntry], world_size: int) -> None:
+    def report(self, files: list[FileEntry]) -> None:
+        self._reported = True
         self._put(files, "files", self._rank)
-        if self._board.count(self._key("count")) == world_size:
+        if self._board.count(self._key("count")) == self._world_size:
             self._put(True, "reports")
 
     def wait_reports(self) -> None:
-        self._wait("reports")
+        try:
+            self._wait("reports")
+        except SaveFailed as error:
+            if error.rank is not None:
+                raise
+            stands = self._put(self._signed("commit", error), "reports")
+            if isinstance(stands, BaseException):
+                raise stands from error
 
     def reported(self, rank: int) -> list[FileEntry]:
         files: list[FileEntry] = self._wait("files", rank)
@@ -569,26 +609,41 @@ class _Verdict:
         self._put(manifest, "committed")
 
     def wait_commit(self) -> Manifest:
-        manifest: Manifest = self._wait("committed")
+        manifest: Manifest = self._wait("committed", deadline=math.inf)
         return manifest
 
-    def fail(self, stage: str, error: BaseException) -> None:
-        """Drop the save on all ranks, as far as this rank has a say in it still."""
-        if not isinstance(error, SaveFailed) or error.rank is None:
-            hint = getattr(error, "hint", "")
-            error = SaveFailed(f"Rank {self._rank}: {_describe(error)}", rank=self._rank, stage=stage, hint=hint)
-        error = portable(error)
-        with suppress(Exception):  # the board may be what failed; the others have their deadline
-            self._put(error, "reports")
-            self._put(error, "folder", self._rank)
-            if self._rank == 0:
-                for key in ("name", "copies", "committed"):
-                    self._put(error, key)
+    def fail(self, stage: str, error: BaseException) -> tuple[BaseException, bool]:
+        """Drop the save on all ranks, as far as this rank has a say in it still.
 
-    def clear(self, world_size: int) -> None:
-        """Take the bulky entries off the board; nobody asks for them any more."""
+        Returns:
+            The failure that all go by, and whether the save is dropped for certain.  It is not where the board is lost
+            after this rank reported: rank 0 may have committed it.
+        """
+        is_verdict = isinstance(error, SaveFailed) and error.rank is not None
+        if not is_verdict:
+            error = self._signed(stage, error)
+        try:
+            stands = self._put(error, "reports")
+            of_folder = self._put(error, "folder", self._rank)
+            for key in ("name", "copies", "committed") if self._rank == 0 else ():
+                self._put(error, key)
+        except Exception:
+            return error, is_verdict or not self._reported
+        if isinstance(stands, BaseException):
+            return stands, True
+        return error, is_verdict or (self._leads and isinstance(of_folder, BaseException))
+
+    def _signed(self, stage: str, error: BaseException) -> BaseException:
+        """The failure as the other ranks get to see it."""
+        by = f"Rank {self._rank}: " if self._world_size > 1 else ""
+        hint = getattr(error, "hint", "")
+        return portable(SaveFailed(f"{by}{_describe(error)}", rank=self._rank, stage=stage, hint=hint))
+
+    def clear(self) -> None:
+        """Take everything off the board; nobody asks for it any more."""
+        of_ranks = [self._key(what, rank) for what in ("files", "folder") for rank in range(self._world_size)]
         with suppress(Exception):
-            self._board.forget(*(self._key("files", rank) for rank in range(world_size)), self._key("copies"))
+            self._board.forget(*of_ranks, *map(self._key, ("name", "count", "reports", "copies", "committed")))
 
 
 def _share_out_or_raise(plans: list[Any]) -> GlobalPlan:

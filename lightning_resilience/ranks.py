@@ -33,6 +33,9 @@ from lightning_resilience.tiers import BLOCK, LocalTier
 
 T = TypeVar("T")
 
+FOREVER = 20 * 86400.0
+"""Seconds; a store counts milliseconds in 32 bits."""
+
 
 class Ranks:
     """The ranks of one training run, as seen from one of them.
@@ -222,6 +225,10 @@ class Board:
         """Add one, and return how many have."""
         return int(self._store.add(key, 1))
 
+    def has(self, key: str) -> bool:
+        """Whether somebody has written ``key``."""
+        return bool(self._store.check([key]))
+
     def wait(self, key: str, seconds: float) -> Any:
         """The value of ``key``, once somebody has written it.
 
@@ -229,7 +236,7 @@ class Board:
             TimeoutError: nobody has for ``seconds``.
         """
         try:
-            self._store.wait([key], timedelta(seconds=max(seconds, 0.001)))
+            self._store.wait([key], timedelta(seconds=min(max(seconds, 0.001), FOREVER)))
         except dist.DistNetworkError:
             raise
         except (dist.DistStoreError, RuntimeError) as error:

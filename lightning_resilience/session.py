@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_resilience import run_state, store, trainer_state
 from lightning_resilience.engine import Engine, Facts, Folder, Save, Snapshot
@@ -48,7 +48,7 @@ class Session:
         self.ranks = Ranks(
             trainer.global_rank,
             trainer.world_size,
-            timeout=timeout,
+            timeout=timeout + 1800.0,  # a rank may come to a collective that much later than one that gave its save up
             address=getattr(getattr(trainer.strategy, "cluster_environment", None), "main_address", None),
         )
         self.engine = Engine(self.ranks, memory=memory, timeout=timeout)
@@ -125,6 +125,10 @@ class Session:
         """Whether validation runs right after the current training batch."""
         return self._doorway.validation_follows()
 
+    def ends_within_an_epoch(self) -> bool:
+        """Whether ``max_steps`` is reached now, in the middle of an epoch that a longer run would go on with."""
+        return self._doorway.ends_within_an_epoch()
+
     def finished(self, folder: Folder | None) -> list[Save]:
         """The saves to a folder that ended since the last call."""
         self._finished += self.engine.poll()
@@ -186,8 +190,8 @@ class Session:
         return Snapshot(state, identical, meta, run_state.to_bytes(run_state.capture()))
 
     def _dump(self, rest: Mapping[str, Any]) -> bytes | Exception:
-        """Serialise the rest.  What cannot be saved at all stops the run at its first save, before hours are at stake; later on
-        it costs that save."""
+        """Serialise the rest.  What cannot be saved at all stops the run at its first save, before hours are at
+        stake; later on it costs that save."""
         try:
             meta = trainer_state.dump(rest)
             if not self._checked_meta:
@@ -212,7 +216,8 @@ class Session:
         save = self.save_now(
             self.folder(path.parent), path.name, facts, lambda: self._snapshot(checkpoint), replace=True
         )
-        log_save(save)
+        if self.ranks.rank == 0:
+            log_save(save)
 
     def _remove_checkpoint(self, filepath: Any) -> None:
         """In the place of ``Strategy.remove_checkpoint``, for a stock ModelCheckpoint beside ours."""
@@ -259,12 +264,12 @@ class Session:
     def _newest(self, folders: list[Folder]) -> Source | None:
         search = find_last(self.engine, folders)
         if search.source is not None:
-            note = f"; skipped {search.explain()}" if search.skipped else ""
-            rank_zero_info(f"lightning_resilience: resuming from {search.source.path}{note}")
+            self._say(search.source, search.explain())
             return search.source
         if not search.skipped:
-            where = ", ".join(str(folder.tier.root) for folder in folders)
-            rank_zero_info(f"lightning_resilience: no checkpoint in {where} yet, starting from the beginning")
+            if self.ranks.rank == 0:
+                where = ", ".join(str(folder.tier.root) for folder in folders)
+                log.info("event=start step=0 reason='no checkpoint yet in %s'", where)
             return None
         message = f"There are checkpoints, but none can be resumed from: {search.explain()}."
         if self.on_unrestorable == "fresh":
@@ -275,6 +280,13 @@ class Session:
             problems=tuple(f"{path}: {why}" for path, why in search.skipped.items()),
             hint="Repair or remove them, or set on_unrestorable='fresh' to start over.",
         )
+
+    def _say(self, source: Source, skipped: str) -> None:
+        """One line that says what is resumed."""
+        if self.ranks.rank == 0 and source.manifest is not None:
+            step, size = source.manifest.step, self.ranks.world_size
+            note = f" skipped={skipped!r}" if skipped else ""
+            log.info("event=resume step=%d from=%s tier=hot ranks=%d%s", step, source.path, size, note)
 
     def _make_load_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def load_checkpoint(checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -364,11 +376,7 @@ class Session:
 
 
 def log_save(save: Save) -> None:
-    """One line for a save that ended."""
-    error = save.committed.exception()
-    if error is not None:
-        log.warning("event=save step=%d outcome=dropped error=%r", save.step, str(error))
-        return
+    """One line for a save that was committed."""
     committed = save.committed.result()
     log.info(
         "event=save step=%d name=%s bytes=%d stall=%.3f persist=%.3f reason=%r",

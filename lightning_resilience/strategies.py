@@ -53,6 +53,7 @@ PRIVATE_NAMES = (
     "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint._should_save_on_train_epoch_end",
     "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._should_accumulate",
     "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._should_check_val_fx",
+    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._num_ready_batches_reached",
     "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop.on_run_start",
     "lightning.pytorch.loops.fit_loop:_FitLoop.__init__._data_fetcher",
 )
@@ -440,6 +441,11 @@ class Doorway:
         """Whether no gradients of a half-done accumulation window would be lost now."""
         module = self.trainer.lightning_module
         return not module.automatic_optimization or not self.trainer.fit_loop.epoch_loop._should_accumulate()
+
+    def ends_within_an_epoch(self) -> bool:
+        """Whether ``max_steps`` is reached now, in the middle of an epoch that a longer run would go on with."""
+        trainer = self.trainer
+        return trainer.global_step == trainer.max_steps and not trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
     def validation_follows(self) -> bool:
         """Whether validation runs right after the current training batch."""

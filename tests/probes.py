@@ -30,7 +30,8 @@ class Witness(ResilientCheckpoint):
 
     def __init__(self, root: Path, steps: int = 2, **kwargs: Any) -> None:
         kwargs.setdefault("schedule", EverySteps(steps))
-        super().__init__(dirpath=root / "run", **kwargs)
+        kwargs.setdefault("dirpath", root / "run")
+        super().__init__(**kwargs)
         self.journal = root / JOURNAL
         self.began: int | None = None
         self.heard: list[str] = []

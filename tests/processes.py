@@ -1,8 +1,8 @@
 """Start ranks as real processes that talk over gloo, and get their results or the first one's traceback.
 
-``run_ranks(function, …)`` calls a function of a test module in N fresh processes, each with the environment that torchrun gives.
-``start_ranks`` does not wait, for tests that kill.  Every process dumps its stacks and exits when its time is up, so a
-hang is loud, and whatever is still running at the end is killed by its id.
+``run_ranks(function, …)`` calls a function of a test module in N fresh processes, each with the environment that
+torchrun gives. ``start_ranks`` does not wait, for tests that kill.  Every process dumps its stacks and exits when its
+time is up, so a hang is loud, and whatever is still running at the end is killed by its id.
 """
 
 from __future__ import annotations

@@ -19,15 +19,15 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from forks import run_fork, run_forks, start_forks
 from lightning.pytorch.strategies import DDPStrategy
-from probes import Witness, fit, slow, whole_steps
 from torch import Tensor
 
+from forks import run_fork, run_forks, start_forks
 from lightning_resilience import EverySeconds, Keep, SaveFailed, points
 from lightning_resilience.manifest import META
 from lightning_resilience.reader import CheckpointReader, load_trusted
 from lightning_resilience.tiers import LocalTier
+from probes import Witness, fit, slow, whole_steps
 from support import FEATURES, Settle, TinyModel, settle
 
 
@@ -58,7 +58,7 @@ def train(root: Path, checkpoint: Witness, *callbacks: L.Callback, **kwargs: Any
         except SaveFailed as failure:
             error = failure.message
     heard = [step_of(name) for name in checkpoint.heard]
-    return {"heard": heard, "warned": texts, "error": error}
+    return {"heard": heard, "names": checkpoint.heard, "warned": texts, "error": error}
 
 
 # -- one point in time ------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def test_a_save_that_takes_longer_than_its_timeout_is_dropped_and_training_ends_
     first, second = run_forks(train_with_a_late_rank, tmp_path, 1.0, 4.0, 600.0, world_size=2)
     assert first["error"] is second["error"] is None
     assert len(first["warned"]) == 1
-    assert "Not every rank finished its part of the save within 1 s" in first["warned"][0]
+    assert "Not every rank finished its part of the save within 1 s (rank 1)" in first["warned"][0]
     assert 6 not in first["heard"]
     assert first["heard"] == second["heard"] == whole_steps(tmp_path)
     assert first["heard"][0] == 3
@@ -222,6 +222,29 @@ def test_a_save_may_take_longer_than_the_timeout_of_the_training_process_group(t
     assert first["heard"] == second["heard"] == whole_steps(tmp_path)
     assert first["heard"][:2] == [3, 6]
     assert first["heard"][-1] == 20
+
+
+def train_while_rank_0_is_slow_to_commit(root: Path, point: str) -> dict[str, Any]:
+    """In the second save, rank 0 takes longer than the timeout between deciding to commit and having done so."""
+    saves = 0
+
+    def listener(name: str) -> None:
+        nonlocal saves
+        saves += name == "persist.begin"
+        if name == point and saves == 2 and rank() == 0:
+            time.sleep(3.0)
+
+    points.listen(listener)
+    return train(root, Witness(root, 3, keep=Keep(last=-1), save_timeout=1.0), how="ddp", world_size=2, steps=20)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("point", ["commit.begin", "commit.manifest"])
+def test_a_rank_out_of_patience_takes_no_files_from_a_save_that_is_being_committed(tmp_path: Path, point: str) -> None:
+    first, second = run_forks(train_while_rank_0_is_slow_to_commit, tmp_path, point, world_size=2)
+    assert first["error"] is second["error"] is None
+    assert first["warned"] == second["warned"] == []
+    assert first["heard"] == second["heard"] == whole_steps(tmp_path) == [3, first["heard"][1], 20]
 
 
 # -- storage that fails -----------------------------------------------------------------------------------------------
@@ -252,6 +275,7 @@ FULL = [
     (1, "persist.file"),
     (1, "persist.mid-file"),
     (1, "persist.end"),
+    (0, "persist.begin"),
     (0, "persist.mid-file"),
     (0, "persist.end"),
     (0, "commit.begin"),
@@ -266,11 +290,29 @@ def test_a_save_that_fails_on_one_rank_is_dropped_on_all_and_leaves_nothing(
 ) -> None:
     first, second = run_forks(train_on_a_full_disk, tmp_path, (2,), on_rank, point, world_size=2)
     assert first["heard"] == second["heard"] == whole_steps(tmp_path) == [3, 9]
+    assert_one_clear_warning(first, second, on_rank)
+
+
+def assert_one_clear_warning(first: dict[str, Any], second: dict[str, Any], on_rank: int) -> None:
     assert first["error"] is second["error"] is None
     (warning,) = first["warned"]
     assert second["warned"] == []
     for part in ("step 6", f"Rank {on_rank}", "No space left on device"):
         assert part in warning
+
+
+def train_on_full_node_local_disks(root: Path, on_rank: int, point: str) -> dict[str, Any]:
+    os.environ["NODE"] = str(rank())
+    return train_on_a_full_disk(root, (2,), on_rank, point, dirpath=f"{root}/$NODE")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("on_rank", "point"), [*FULL, (1, "commit.begin"), (1, "commit.manifest")])
+def test_a_save_that_fails_on_one_node_leaves_nothing_on_any(tmp_path: Path, on_rank: int, point: str) -> None:
+    first, second = run_forks(train_on_full_node_local_disks, tmp_path, on_rank, point, world_size=2)
+    assert first["heard"] == second["heard"] == [3, 9]
+    assert_one_clear_warning(first, second, on_rank)
+    assert [sorted(os.listdir(tmp_path / node)) for node in "01"] == [first["names"]] * 2
 
 
 @pytest.mark.ranks
@@ -330,9 +372,7 @@ def train_under_a_file_size_limit(root: Path) -> dict[str, Any]:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
 
     checkpoint = Witness(root, 3, keep=Keep(last=1))
-    return train(root, checkpoint, settle(), Limit(), model=TinyModel(width=4096), steps=9) | {
-        "names": LocalTier(root / "run").names()
-    }
+    return train(root, checkpoint, settle(), Limit(), model=TinyModel(width=4096), steps=9)
 
 
 def test_a_disk_that_fills_up_costs_the_save_and_neither_training_nor_the_older_copy(tmp_path: Path) -> None:
@@ -455,8 +495,8 @@ def test_ranks_whose_clocks_and_metrics_differ_save_the_same_steps_under_the_sam
 
 def train_with_a_slow_writer(root: Path) -> list[str]:
     slow(0.02, "persist.mid-file")
-    checkpoint = Witness(root, 1, keep=Keep(last=1), schedule=EverySeconds(0.0))
-    fit(root, checkpoint, steps=1500)
+    checkpoint = Witness(root, keep=Keep(last=1), schedule=EverySeconds(0.0))
+    fit(root, checkpoint, steps=500)
     return checkpoint.heard
 
 
@@ -482,7 +522,7 @@ def train_five_saves(root: Path, how: str) -> dict[str, Any]:
     checkpoint = Witness(
         root, 2, monitor="score", save_top_k=2, save_last=True, filename="{step}-{score:.0f}", keep=Keep(last=2)
     )
-    trainer = fit(root, settle(), checkpoint, model=Metric(), how=how, world_size=2, steps=10)
+    fit(root, settle(), checkpoint, model=Metric(), how=how, world_size=2, steps=10)
     names = ("best_model_path", "last_model_path", "kth_best_model_path", "dirpath", "best_k_models")
     state = {name: getattr(checkpoint, name) for name in (*names, "best_model_score")}
     return {"state": state, "callback state": checkpoint.state_dict(), "heard": checkpoint.heard, "seen": exist(state)}

@@ -142,9 +142,7 @@ def test_last_is_the_newest_whatever_the_metric_says(tmp_path: Path) -> None:
     assert committed(tmp_path / "run")[-1].step == 24
     assert (tmp_path / "run" / "last.ckpt").resolve() == Path(callback.last_model_path)
     assert Path(callback.best_model_path).name == "epoch=0-step=8.ckpt"
-    trainer = fit(
-        tmp_path, ResilientCheckpoint(tmp_path / "run"), model=TinyModel(), max_epochs=3, ckpt_path="last"
-    )
+    trainer = fit(tmp_path, ResilientCheckpoint(tmp_path / "run"), model=TinyModel(), max_epochs=3, ckpt_path="last")
     assert trainer.global_step == 24
 
 
@@ -224,9 +222,7 @@ def test_two_of_ours_get_on_in_different_folders(tmp_path: Path) -> None:
     fit(tmp_path, checkpoint_every(tmp_path / "a", 2, keep=Keep(last=1)), checkpoint_every(tmp_path / "b", 4))
     assert [m.step for m in committed(tmp_path / "a")] == [8]
     assert [m.step for m in committed(tmp_path / "b")] == [4, 8]
-    trainer = fit(
-        tmp_path, checkpoint_every(tmp_path / "a", 2), checkpoint_every(tmp_path / "b", 4), ckpt_path="last"
-    )
+    trainer = fit(tmp_path, checkpoint_every(tmp_path / "a", 2), checkpoint_every(tmp_path / "b", 4), ckpt_path="last")
     assert trainer.global_step == 8
 
 
@@ -345,7 +341,11 @@ def test_several_optimizers_with_unused_and_frozen_parameters_come_back_bit_for_
                 assert live["param_groups"] == saved["param_groups"]
                 assert live["state"].keys() == saved["state"].keys()
                 for number, state in saved["state"].items():
-                    assert all(torch.equal(live["state"][number][key], value) for key, value in state.items() if value is not None)
+                    assert all(
+                        torch.equal(live["state"][number][key], value)
+                        for key, value in state.items()
+                        if value is not None
+                    )
 
     again = TwoOptimizers()
     fit(tmp_path, checkpoint_every(tmp_path / "run", 4), Check(), model=again, ckpt_path="last", max_epochs=2)
@@ -594,7 +594,9 @@ def test_callback_with_checkpointing_switched_off_is_refused_by_lightning(tmp_pa
 
 
 def test_callback_pickles_and_copies_before_and_after_a_fit(tmp_path: Path) -> None:
-    callback = ResilientCheckpoint(tmp_path / "run", schedule=FirstOf(EverySteps(4), EverySeconds(9)), monitor="val_loss")
+    callback = ResilientCheckpoint(
+        tmp_path / "run", schedule=FirstOf(EverySteps(4), EverySeconds(9)), monitor="val_loss"
+    )
     assert pickle.loads(pickle.dumps(callback)).schedule == callback.schedule
     fit(tmp_path, callback, val=data(8))
     assert copy.deepcopy(callback).best_model_path == callback.best_model_path

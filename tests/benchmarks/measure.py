@@ -21,11 +21,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from processes import free_port
 
 from benchmarks.limits import Limits
 from benchmarks.routes import ROUTES, Route
 from benchmarks.state import TrainingState
+from processes import free_port
 
 Samples = dict[str, dict[str, list[float]]]
 """Seconds (bytes for ``memory``) by route or ``limits``, then by quantity: one entry for each time it was measured."""

@@ -4,7 +4,7 @@
 
 Everything is a ratio to what the machine can do with the same bytes in the same run, so a busy machine changes the
 numbers less than it changes seconds; ratios are of medians.  With several ranks the state is the same on all of them,
-as with DDP.
+as with DDP.  One thread a rank by default: on two cores, one rank leaves a core to spare and two ranks keep both busy.
 
 ==================  ===================================================================================================
 first stall, stall  seconds until training may change parameters, of the first save and of those after ÷ a memory copy
@@ -27,6 +27,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -38,10 +39,9 @@ from typing import Any
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[0] = str(TESTS)
 
-from processes import run_ranks  # noqa: E402
-
 from benchmarks.measure import Config, Samples, measure  # noqa: E402
 from benchmarks.routes import ROUTES  # noqa: E402
+from processes import run_ranks  # noqa: E402
 
 SLOW_TO_START = "dcp.async-process"
 OURS = "lightning_resilience"
@@ -59,16 +59,18 @@ COLUMNS = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left behind
     folder = Path(tempfile.mkdtemp(prefix="benchmark-", dir=options.dir))
+    tempfile.tempdir = str(folder)
     document: dict[str, Any] = {"about": about(options), "runs": []}
     try:
         for ranks in options.ranks:
-            run = measure_ranks(options, folder, ranks, options.size_mib * 2**20, options.tensors, options.routes)
+            run = measure_ranks(options, ranks, options.size_mib * 2**20, options.tensors, options.routes)
             document["runs"].append(run)
             print_table(run)
         if options.many:
             for ranks in options.ranks:
-                run = measure_ranks(options, folder, ranks, options.many * 1024, options.many, [OURS], steps=0)
+                run = measure_ranks(options, ranks, options.many * 1024, options.many, [OURS], steps=0)
                 document["runs"].append(run)
                 print_overhead(run)
     finally:
@@ -94,7 +96,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--many", type=int, default=20000, help=f"tensors of 1 KiB for {OURS}'s cost a tensor; 0: skip (default 20000)"
     )
-    parser.add_argument("--threads", type=int, help="compute threads a rank (default: cores / ranks)")
+    parser.add_argument("--threads", type=int, default=1, help="compute threads a rank (default 1)")
     parser.add_argument("--dir", type=Path, help="where files are written (default: the system's temporary folder)")
     parser.add_argument("--json", type=Path, help="write every sample to this file")
     return parser.parse_args(arguments)
@@ -102,7 +104,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def measure_ranks(
     options: argparse.Namespace,
-    folder: Path,
     ranks: int,
     size: int,
     tensors: int,
@@ -111,8 +112,7 @@ def measure_ranks(
 ) -> dict[str, Any]:
     """Start the ranks, measure, and put what they say together."""
     begin = time.monotonic()
-    threads = options.threads or max((os.cpu_count() or 1) // ranks, 1)
-    with tempfile.TemporaryDirectory(dir=folder) as place:
+    with tempfile.TemporaryDirectory() as place:
         config = Config(
             folder=Path(place),
             size=size,
@@ -127,12 +127,12 @@ def measure_ranks(
             config,
             world_size=ranks,
             timeout=3600,
-            env={"OMP_NUM_THREADS": str(threads), "PYTHONPATH": path},
+            env={"OMP_NUM_THREADS": str(options.threads), "PYTHONPATH": path},
         )
     samples = slowest(results)
     return {
         "ranks": ranks,
-        "threads": threads,
+        "threads": options.threads,
         "tensors": tensors,
         "seconds": time.monotonic() - begin,
         "limits": limits(samples),
