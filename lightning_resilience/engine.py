@@ -25,6 +25,7 @@ import math
 import queue
 import threading
 import time
+import uuid
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
@@ -190,7 +191,7 @@ class Engine:
 
     def __init__(self, ranks: Ranks, *, memory: Any = "auto", timeout: float = 1800.0) -> None:
         self.ranks = ranks
-        self.run: str = ranks.broadcast(ranks.session)
+        self.run = ranks.broadcast(str(uuid.uuid4()))
         self.sequence = 0
         self.failures = 0
         self.skipped = 0
