@@ -190,32 +190,48 @@ def test_every_argument_is_tried_from_yaml() -> None:
     assert set(ARGUMENTS) == set(inspect.signature(ResilientCheckpoint).parameters)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [(name, value) for name, values in ARGUMENTS.items() for value in values], ids=str
-)
-def test_argument_is_set_from_yaml_and_round_trips(
-    tmp_path: Path, name: str, value: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+TRIGGERS = {"every_n_train_steps", "train_time_interval"}
+
+
+@pytest.mark.parametrize("without", [TRIGGERS, {"schedule"}], ids=["schedule", "triggers"])
+@pytest.mark.parametrize("turn", range(max(map(len, ARGUMENTS.values()))))
+def test_arguments_are_set_from_yaml_and_round_trip(
+    tmp_path: Path,
+    turn: int,
+    without: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Every argument in every type it takes, several at a time."""
     monkeypatch.chdir(tmp_path)
-    config = {
-        "trainer": {
-            "logger": False,
-            "default_root_dir": str(tmp_path),
-            "accelerator": "cpu",
-            "callbacks": [{"class_path": "lightning_resilience.ResilientCheckpoint", "init_args": {name: value}}],
-        }
-    }
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    values = {name: choices[turn % len(choices)] for name, choices in ARGUMENTS.items() if name not in without}
+    callback = {"class_path": "lightning_resilience.ResilientCheckpoint", "init_args": values}
+    config = {"trainer": {"logger": False, "accelerator": "cpu", "callbacks": [callback]}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    cli = LightningCLI(TinyModel, args=["--config", "config.yaml"], run=False, save_config_callback=None)
-    (callback,) = [c for c in cli.trainer.callbacks if isinstance(c, ResilientCheckpoint)]
-    assert callback.state_key
+
+    def build(*arguments: str) -> ResilientCheckpoint:
+        cli = LightningCLI(
+            TinyModel,
+            args=["--config", "config.yaml", *arguments],
+            run=False,
+            save_config_callback=None,
+            seed_everything_default=False,
+        )
+        (built,) = [c for c in cli.trainer.callbacks if isinstance(c, ResilientCheckpoint)]
+        return built
+
+    built = build()
+    for name in ("memory", "max_failures", "on_save_error", "on_unrestorable", "save_timeout", "mode", "monitor"):
+        assert getattr(built, name) == values[name]
+    assert built.keep.last == values["keep"]["last"]
+    assert (type(built.schedule).__name__ in values.get("schedule", {}).get("class_path", "")) == ("schedule" in values)
     with pytest.raises(SystemExit):
-        LightningCLI(TinyModel, args=["--config", "config.yaml", "--print_config"], run=False)
+        build("--print_config")
     (tmp_path / "config.yaml").write_text(capsys.readouterr().out)
-    again = LightningCLI(TinyModel, args=["--config", "config.yaml"], run=False, save_config_callback=None)
-    (twin,) = [c for c in again.trainer.callbacks if isinstance(c, ResilientCheckpoint)]
-    assert twin.state_key == callback.state_key
-    assert (twin.keep, twin.memory, twin.save_timeout) == (callback.keep, callback.memory, callback.save_timeout)
+    twin = build()
+    assert twin.state_key == built.state_key
+    assert twin.keep == built.keep
 
 
 class WithData(TinyModel):
@@ -229,6 +245,7 @@ def test_checkpoint_folder_as_ckpt_path_of_the_cli_resumes_and_explicit_values_w
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["train.py"])
     make_trainer(tmp_path, checkpoint_every(tmp_path / "run", 8)).fit(WithData())
     path = next((tmp_path / "run").glob("*.ckpt"))
     for ckpt_path in (str(path), "last"):
@@ -247,6 +264,7 @@ def test_checkpoint_folder_as_ckpt_path_of_the_cli_resumes_and_explicit_values_w
             ],
             trainer_defaults={"enable_progress_bar": False},
             save_config_callback=None,
+            seed_everything_default=False,
         )
         assert cli.trainer.global_step == 8
         assert cli.model.hparams["lr"] == 0.5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import signal
 import threading
@@ -208,10 +209,12 @@ def test_a_save_that_takes_longer_than_its_timeout_is_dropped_and_training_ends_
     assert first["error"] is second["error"] is None
     assert len(first["warned"]) == 1
     assert "Not every rank finished its part of the save within 1 s (rank 1)" in first["warned"][0]
-    assert 6 not in first["heard"]
+    dropped = int(re.search(r"step (\d+)", first["warned"][0]).group(1))  # type: ignore[union-attr]
     assert first["heard"] == second["heard"] == whole_steps(tmp_path)
     assert first["heard"][0] == 3
     assert first["heard"][-1] == 20
+    assert 3 < dropped < 20
+    assert dropped not in first["heard"]
 
 
 @pytest.mark.ranks
@@ -220,7 +223,8 @@ def test_a_save_may_take_longer_than_the_timeout_of_the_training_process_group(t
     assert first["error"] is second["error"] is None
     assert first["warned"] == []
     assert first["heard"] == second["heard"] == whole_steps(tmp_path)
-    assert first["heard"][:2] == [3, 6]
+    assert len(first["heard"]) >= 3
+    assert first["heard"][0] == 3
     assert first["heard"][-1] == 20
 
 

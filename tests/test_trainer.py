@@ -174,16 +174,12 @@ def test_best_is_found_in_a_new_process(tmp_path: Path) -> None:
     fit(tmp_path, callback, model=Scored([1.0, 0.5, 2.0]), val=data(8), max_epochs=3)
     fresh = ResilientCheckpoint(tmp_path / "run", monitor="val_loss")
     assert fresh.best_model_path == callback.best_model_path != ""
-    model = TinyModel()
-    results = make_trainer(tmp_path, fresh).test(Testable(model), data(8), ckpt_path="best")
+    results = make_trainer(tmp_path, fresh).test(Testable(), data(8), ckpt_path="best")
     assert results
 
 
 class Testable(TinyModel):
     __test__ = False
-
-    def __init__(self, other: TinyModel) -> None:
-        super().__init__()
 
     def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.log("test_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]))
@@ -199,7 +195,7 @@ def test_accuracy_with_mode_min_gets_a_hint() -> None:
 
 def test_fit_validate_fit_test_with_one_trainer(tmp_path: Path) -> None:
     callback = ResilientCheckpoint(tmp_path / "run", monitor="val_loss", every_n_train_steps=4)
-    model = Testable(TinyModel())
+    model = Testable()
     trainer = make_trainer(tmp_path, callback, settle(), max_epochs=1)
     trainer.fit(model, data(), data(8))
     assert trainer.validate(model, data(8), ckpt_path="best", verbose=False)
