@@ -31,6 +31,10 @@ Samples = dict[str, dict[str, list[float]]]
 """Seconds (bytes for ``memory``) by route or ``limits``, then by quantity: one entry for each time it was measured."""
 
 
+SAVES = ("first", "second", "steady")
+"""Saves of a route in each round.  What a route sets up once, such as the second of two buffers, is there by the third."""
+
+
 @dataclass(frozen=True)
 class Config:
     """What one group of processes measures.
@@ -41,7 +45,6 @@ class Config:
         tensors: number of tensors in it.
         routes: names of routes.
         rounds: how often everything is measured.
-        steady: saves after the first one, in each round.
         steps: training steps before, and at least as many after, a save during training; 0 for no training.
     """
 
@@ -50,8 +53,7 @@ class Config:
     tensors: int
     routes: tuple[str, ...]
     rounds: int = 3
-    steady: int = 2
-    steps: int = 5
+    steps: int = 4
 
 
 def measure(config: Config) -> Samples:
@@ -101,12 +103,12 @@ class _Measurement:
         dist.barrier()
         route = ROUTES[name](folder, self.state)
         try:
-            for index in range(1 + self.config.steady):
-                stall, durable = self._save(route)
-                samples["stall" if index else "first stall"].append(stall)
-                samples["durable" if index else "first durable"].append(durable)
-                if index < self.config.steady:
+            for which in SAVES:
+                if route.saves:
                     route.forget()
+                stall, durable = self._save(route)
+                samples[f"{which} stall"].append(stall)
+                samples["first durable" if which == "first" else "durable"].append(durable)
             samples["memory"].append(memory.peak())
             self._restore(route, samples, check)
             route.forget()

@@ -7,7 +7,7 @@ numbers less than it changes seconds; ratios are of medians.  With several ranks
 as with DDP.  One thread a rank by default: on two cores, one rank leaves a core to spare and two ranks keep both busy.
 
 ==================  ===================================================================================================
-first stall, stall  seconds until training may change parameters, of the first save and of those after ÷ a memory copy
+first stall, stall  seconds until training may change parameters, of the first save and from the third on ÷ a memory copy
                     (to memory that is there) of the rank's even share of the state
 blocked             what the training thread waits in all when it trains on: the call, and before the optimizer step
 lost                what training takes longer, in all, until the save is durable ÷ the same memory copy
@@ -47,7 +47,7 @@ SLOW_TO_START = "dcp.async-process"
 OURS = "lightning_resilience"
 COLUMNS = {
     "first stall": ("first stall", "copy"),
-    "stall": ("stall", "copy"),
+    "stall": ("steady stall", "copy"),
     "blocked": ("blocked", "copy"),
     "lost": ("lost", "copy"),
     "durable": ("durable", "write"),
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size-mib", type=int, default=512, help="parameters and moments together (default 512)")
+    parser.add_argument("--size-mib", type=int, default=256, help="parameters and moments together (default 256)")
     parser.add_argument("--tensors", type=int, default=100, help="number of parameters and moments (default 100)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of processes (default 1 2)")
     parser.add_argument(
@@ -92,7 +92,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help=f"what to compare (default: all but {SLOW_TO_START}, which starts a process in every round)",
     )
     parser.add_argument("--repeat", type=int, default=3, help="rounds (default 3)")
-    parser.add_argument("--steps", type=int, default=5, help="training steps around a save; 0: no training (default 5)")
+    parser.add_argument("--steps", type=int, default=4, help="training steps around a save; 0: no training (default 4)")
     parser.add_argument(
         "--many", type=int, default=20000, help=f"tensors of 1 KiB for {OURS}'s cost a tensor; 0: skip (default 20000)"
     )
@@ -203,7 +203,7 @@ def print_table(run: dict[str, Any]) -> None:
 
 def print_overhead(run: dict[str, Any]) -> None:
     result, copy = run["routes"][OURS], run["limits"]["copy"]
-    first, steady = ((result[f"{name} s"] - copy) * 1e3 for name in ("first stall", "stall"))
+    first, steady = ((result[f"{name} s"] - copy) * 1e3 for name in ("first stall", "steady stall"))
     print(
         f"\n{run['tensors']} tensors of 1 KiB, {run['ranks']} rank(s): stall beyond the memory copy of"
         f" {copy * 1e3:.0f} ms: first {first:.0f} ms, then {steady:.0f} ms; durable {result['durable s'] * 1e3:.0f} ms;"

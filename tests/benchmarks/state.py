@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-BATCH = 16
+BATCH = 8
 WIDTH = 1024
 
 

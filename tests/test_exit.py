@@ -1,0 +1,198 @@
+"""However a process ends, short of a kill: the save under way is committed first, and the end is not long in coming.
+
+Real launches, because it is the interpreter's own shutdown that is tried here.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch.loggers.logger import Logger
+from torch import Tensor
+
+from forks import run_fork, run_forks
+from lightning_resilience import Keep, store
+from lightning_resilience.callback import DRAIN_AFTER_EXCEPTION
+from lightning_resilience.tiers import LocalTier
+from probes import Witness, fit, slow, whole_steps
+from processes import Ranks, start_ranks
+from support import TinyModel
+
+WRITER = 1.5
+"""Seconds that a save takes longer than usual: more than any of these processes would last by themselves."""
+
+
+class EndsAt3(TinyModel):
+    """Ends in some way in the step after the one that is being saved."""
+
+    def __init__(self, ending: str) -> None:
+        super().__init__()
+        self.ending = ending
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_step == 2:
+            if self.ending == "sys.exit in a step":
+                sys.exit(3)
+            if self.ending == "exception in a step":
+                raise ZeroDivisionError("a bug in user code")
+            if self.ending == "interrupt in a step":
+                os.kill(os.getpid(), signal.SIGINT)
+        return super().training_step(batch, batch_idx)
+
+
+def script(root: Path, ending: str) -> None:
+    slow(WRITER)
+    fit(root, Witness(root, 2), model=EndsAt3(ending), steps=2 if "fit" in ending else 8)
+    if ending == "exception after fit":
+        raise ZeroDivisionError("a bug in user code")
+    if ending == "sys.exit after fit":
+        sys.exit(3)
+
+
+ENDINGS = {
+    "end after fit": 0,
+    "sys.exit after fit": 3,
+    "exception after fit": 1,
+    "sys.exit in a step": 3,
+    "exception in a step": 1,
+    "interrupt in a step": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, Ranks]]]:
+    """All of them at once, each started with a folder of its own."""
+    started = {}
+    try:
+        for ending in ENDINGS:
+            root = tmp_path_factory.mktemp("exit")
+            started[ending] = root, start_ranks(script, root, ending, world_size=1, timeout=60)
+        yield started
+    finally:
+        for _, ranks in started.values():
+            ranks.kill()
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_process_that_ends_commits_the_save_under_way(processes: dict[str, tuple[Path, Ranks]], ending: str) -> None:
+    root, ranks = processes[ending]
+    assert ranks.wait() == [ENDINGS[ending]], ranks.log(0)
+    assert whole_steps(root) == [2]
+    assert ("a bug in user code" in ranks.log(0)) == ("exception" in ending)
+
+
+def hang_and_raise(root: Path) -> float:
+    """Raise while the writer is stuck for good; how long the end takes, in seconds."""
+    slow(10_000)
+    began = 0.0
+    try:
+        fit(root, Witness(root, 2), model=EndsAt3("exception in a step"))
+    except ZeroDivisionError:
+        return time.monotonic() - began
+    finally:
+        began = time.monotonic()
+    raise AssertionError
+
+
+def test_a_writer_that_is_stuck_holds_up_an_exception_for_a_bounded_time(tmp_path: Path) -> None:
+    began = time.monotonic()
+    run_fork(hang_and_raise, tmp_path)
+    assert time.monotonic() - began < DRAIN_AFTER_EXCEPTION + 10
+    assert LocalTier(tmp_path / "run").names() == []
+
+
+# -- what users are told of exists ------------------------------------------------------------------------------------
+
+
+class Auditor(Logger):
+    """Looks, whenever it is told of a checkpoint, whether what it is told is there and whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+
+    name = version = "auditor"  # type: ignore[assignment]
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        pass
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        paths = {checkpoint_callback.best_model_path, checkpoint_callback.last_model_path}
+        for path in {*paths, *checkpoint_callback.best_k_models}:
+            tier, name = LocalTier(Path(path).parent), Path(path).name
+            assert store.verify(tier, name, store.read_manifest(tier, name)) == []
+        self.told.append(Path(checkpoint_callback.last_model_path).name)
+
+
+class Scored(TinyModel):
+    """Its score goes up and down, so that the best one is now this, now that."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log("score", float(self.global_step % 3))
+
+
+def train_with_an_auditor(root: Path, monitor: str | None) -> tuple[list[str], list[str], int]:
+    """What the logger was told of and what subclasses were; and how often a polled path was missing."""
+    auditor = Auditor()
+    checkpoint = Witness(root, 1, keep=Keep(last=1), monitor=monitor, filename="{step}", save_last=True)
+    missing, stop = [], threading.Event()
+
+    def poll() -> None:
+        while not stop.is_set():
+            for name in ("best_model_path", "last_model_path"):
+                path = getattr(checkpoint, name)
+                # A path that is replaced while it is looked at does not count: users hold on to no path for that long.
+                if path and not os.path.exists(path) and getattr(checkpoint, name) == path:
+                    missing.append(path)
+
+    slow(0.03, "persist.mid-file")
+    thread = threading.Thread(target=poll)
+    thread.start()
+    try:
+        fit(root, Paced(), checkpoint, model=Scored(), steps=150, logger=auditor)
+    finally:
+        stop.set()
+        thread.join()
+    return auditor.told, checkpoint.heard, len(missing)
+
+
+class Paced(L.Callback):
+    """Steps of 20 ms, so that saves end in the middle of them."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("monitor", [None, "score"])
+def test_paths_that_users_see_exist_at_every_instant(tmp_path: Path, monitor: str | None) -> None:
+    told, heard, missing = run_fork(train_with_an_auditor, tmp_path, monitor)
+    assert len(told) > 5
+    assert told == heard
+    assert missing == 0
+
+
+def end_together(root: Path) -> tuple[list[str], str]:
+    slow(0.5)
+    checkpoint = Witness(root, 2)
+    fit(root, checkpoint, how="ddp", world_size=2, steps=5)
+    return checkpoint.heard, checkpoint.last_model_path
+
+
+@pytest.mark.ranks
+def test_when_fit_returns_on_two_ranks_the_last_step_is_committed_and_known_to_both(tmp_path: Path) -> None:
+    first, second = run_forks(end_together, tmp_path, world_size=2)
+    assert first == second
+    assert first[1].endswith("step=5.ckpt")
+    assert whole_steps(tmp_path)[-1] == 5
