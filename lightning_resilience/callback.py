@@ -435,7 +435,7 @@ class ResilientCheckpoint(ModelCheckpoint):
             if trainer.is_global_zero:
                 log_save(save)
             self._note(trainer, pl_module, save.committed.result())
-            self._session.engine.tidy(save.folder)
+            self._session.engine.tidy(save)
 
     def _note(self, trainer: Trainer, pl_module: LightningModule, checkpoint: Committed) -> None:
         """Now that it exists: tell loggers and subclasses."""

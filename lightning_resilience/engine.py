@@ -202,7 +202,7 @@ class Engine:
         self._in_flight: Save | None = None
         self._attempts = 0
         self._finished: queue.SimpleQueue[Save] = queue.SimpleQueue()
-        self._jobs: queue.SimpleQueue[_Job | Folder | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | Save | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._board: Board | None = None
         self._verdict: _Verdict | None = None
@@ -262,7 +262,10 @@ class Engine:
             self.drain(self.timeout)  # two callbacks that save the same step take turns, or one would always be skipped
         if self.ranks.any_max(self.busy)[0]:
             self.skipped += 1
-            log.info("event=skip step=%d skipped=%d reason='the save before it is not done'", facts.step, self.skipped)
+            if self.ranks.rank == 0:
+                log.info(
+                    "event=skip step=%d skipped=%d reason='the save before it is not done'", facts.step, self.skipped
+                )
             return None
         snapshot = capture()
         self._attempts += 1
@@ -357,13 +360,13 @@ class Engine:
                 finished.append(self._finished.get_nowait())
         return finished
 
-    def tidy(self, folder: Folder) -> None:
-        """Remove what the folder's rule gives up, in the background.
+    def tidy(self, save: Save) -> None:
+        """Remove what the folder's rule gives up now that ``save`` is committed, in the background.
 
-        Call it once the news of the newest checkpoints is out: until then, what users know of must stay.
+        Call it once the news of the save is out: until then, what users know of must stay.
         """
-        if folder.keep is not None and self.ranks.rank in folder.leaders and self._thread is not None:
-            self._jobs.put(folder)
+        if save.folder.keep is not None and self.ranks.rank in save.folder.leaders and self._thread is not None:
+            self._jobs.put(save)
 
     def drain(self, seconds: float) -> bool:
         """Wait for the save under way, if any; whether it is done."""
@@ -393,7 +396,7 @@ class Engine:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            if isinstance(job, Folder):
+            if isinstance(job, Save):
                 self._retain(job)
                 continue
             save = job.save
@@ -505,10 +508,11 @@ class Engine:
             versions=facts.versions,
         )
 
-    def _retain(self, folder: Folder) -> None:
+    def _retain(self, save: Save) -> None:
+        folder = save.folder
+        assert folder.keep is not None
         try:
-            assert folder.keep is not None
-            store.retain(folder.tier, folder.keep, folder.ranking, self.in_use)
+            store.retain(folder.tier, folder.keep, folder.ranking, self.in_use, up_to=save.sequence)
         except OSError as error:
             log.warning("event=retain folder=%s error=%r", folder.tier.root, error)
 

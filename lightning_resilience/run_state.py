@@ -18,30 +18,28 @@ RankState = dict[str, Any]
 
 
 def capture() -> RankState:
-    """The generators of this process as they are now: Python, NumPy, torch on the CPU and on every CUDA device in
-    use."""
+    """The generators of this process as they are now: Python, NumPy, torch on the CPU and on its CUDA device.
+
+    Other devices are left alone: asking for their state would put a context of this process on each of them.
+    """
     kind, keys, position, has_gauss, cached_gaussian = cast("tuple[str, Any, int, int, float]", np.random.get_state())
     return {
         "python": random.getstate(),
         "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached_gaussian)),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }
 
 
 def restore(state: RankState) -> None:
-    """Put the generators back to where ``capture`` saw them.
-
-    A process that sees another number of CUDA devices than the one that saved restores those that both have.
-    """
+    """Put the generators back to where ``capture`` saw them."""
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))
     kind, keys, position, has_gauss, cached_gaussian = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached_gaussian))
     torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available():
-        for device, cuda_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(cuda_state, device)
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 def derive(base: bytes, step: int, rank: int) -> None:

@@ -23,6 +23,7 @@ import io
 import itertools
 import math
 import pickle
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -50,6 +51,9 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from lightning_resilience.errors import SaveFailed
 from lightning_resilience.manifest import shard_file
+
+# FSDP1 hands out ShardedTensors, and torch says at each touch that it would rather not; its users cannot change that.
+warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning, module=r"lightning_resilience\.")
 
 ALIGNMENT = 64
 """Every stream starts at a multiple of this many bytes, so that its payload does too and can be viewed as any dtype."""

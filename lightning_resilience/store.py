@@ -174,8 +174,22 @@ def commit(tier: LocalTier, partial: str, name: str, manifest: Manifest, *, repl
     points.reach("commit.end")
 
 
-def retain(tier: LocalTier, keep: Keep, ranking: Ranking | None = None, in_use: Collection[str] = ()) -> list[Verdict]:
+def retain(
+    tier: LocalTier,
+    keep: Keep,
+    ranking: Ranking | None = None,
+    in_use: Collection[str] = (),
+    *,
+    up_to: int | None = None,
+) -> list[Verdict]:
     """Judge a tier and remove what its rule gives up.
+
+    Args:
+        tier: where.
+        keep: its rule.
+        ranking: what ``keep.top_k`` ranks by.
+        in_use: names that stay whatever the rule says.
+        up_to: sequence number of the newest checkpoint that users know of; newer ones do not make others redundant yet.
 
     Returns:
         The verdicts on what was removed.  A removal that fails is logged and tried again after the next save.
@@ -183,7 +197,8 @@ def retain(tier: LocalTier, keep: Keep, ranking: Ranking | None = None, in_use: 
     committed = list_checkpoints(tier).committed
     referred = {entry.at for manifest in committed.values() for entry in manifest if entry.at}
     removed = []
-    for verdict in judge(committed, keep, ranking, {*in_use, *referred}):
+    known = {name: manifest for name, manifest in committed.items() if up_to is None or manifest.sequence <= up_to}
+    for verdict in judge(known, keep, ranking, {*in_use, *referred}):
         if verdict.keep:
             continue
         try:

@@ -167,8 +167,9 @@ class FSDPFamily(PlainFamily):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
+        optimizer = raw_optimizer(optimizer)
         with self._sharded():
-            return FSDP.optim_state_dict(self._wrapped, raw_optimizer(optimizer))
+            return FSDP.optim_state_dict(self._wrapped, optimizer, _without_gaps(optimizer))
 
     def identical(self, state: Mapping[str, Any]) -> frozenset[str]:
         return frozenset(key for key, value in _flat_moments(state) if value.dim() == 0)
@@ -190,6 +191,23 @@ class FSDPFamily(PlainFamily):
             saved.setdefault("state", {})
             saved = {"state": _named_by_position(self.module, saved), "param_groups": saved["param_groups"]}
             optimizer.load_state_dict(FSDP.optim_state_dict_to_load(self._wrapped, optimizer, saved))
+
+
+def _without_gaps(optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's state dict with zeros where a trainable parameter has no state yet, which FSDP refuses to gather.
+
+    To an optimizer that is as good as no state.  Parameters of which this rank has no part have none either, rightly.
+    """
+    native = optimizer.state_dict()
+    pattern = next(iter(native["state"].values()), {})
+    for saved, live in zip(native["param_groups"], optimizer.param_groups, strict=True):
+        for number, parameter in zip(saved["params"], live["params"], strict=True):
+            if pattern and parameter.requires_grad and parameter.numel() and number not in native["state"]:
+                native["state"][number] = {
+                    key: torch.zeros_like(parameter if value.dim() else value) if isinstance(value, Tensor) else value
+                    for key, value in pattern.items()
+                }
+    return native
 
 
 def family_of(strategy: Strategy) -> Family:

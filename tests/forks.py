@@ -1,4 +1,4 @@
-"""Ranks as in ``processes``, for tests that need many short lives: forked from a server that has imported it all already.
+"""Ranks as in ``processes``, for tests that need many short lives: forked from a server that has imported everything.
 
 A forked process is as real as a launched one, and dies as well, but is there in a tenth of a second instead of four.
 What it is not good for is the end of a Python process: it leaves without the interpreter's shutdown.

@@ -57,7 +57,6 @@ def journal(root: Path) -> list[int]:
 
 def fit(
     root: Path,
-    checkpoint: ResilientCheckpoint,
     *callbacks: L.Callback,
     model: L.LightningModule | None = None,
     how: str = "single",
@@ -66,15 +65,15 @@ def fit(
     resume: str | Path | None = None,
     **kwargs: Any,
 ) -> L.Trainer:
-    """Train up to ``steps`` with the checkpoint callback."""
+    """Train up to ``steps``."""
     kwargs.setdefault("strategy", strategy(how, world_size))
-    trainer = make_trainer(root, *callbacks, checkpoint, devices=world_size, max_steps=steps, max_epochs=-1, **kwargs)
+    trainer = make_trainer(root, *callbacks, devices=world_size, max_steps=steps, max_epochs=-1, **kwargs)
     trainer.fit(model or TinyModel(), data(64), ckpt_path=resume)
     return trainer
 
 
 def whole_steps(root: Path) -> list[int]:
-    """Steps of the checkpoints in the run folder, oldest first; fails unless all are whole and nothing else is there."""
+    """Steps of the checkpoints in the run folder, oldest first; fails unless each is whole and all there is."""
     tier = LocalTier(root / "run")
     listing = store.list_checkpoints(tier)
     assert listing.unusable == {}

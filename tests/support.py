@@ -54,7 +54,8 @@ class TinyModel(L.LightningModule):
         for layer in self.net:
             if isinstance(layer, nn.Linear):
                 fully_shard(layer, mesh=mesh["data_parallel"])
-        fully_shard(self.net, mesh=mesh["data_parallel"])
+        for child in self.children():
+            fully_shard(child, mesh=mesh["data_parallel"])
 
 
 class CPUFSDPStrategy(FSDPStrategy):
@@ -69,9 +70,9 @@ def strategy(name: str, world_size: int = 2) -> Any:
     if name == "single":
         return "auto"
     if name == "ddp":
-        return DDPStrategy(process_group_backend="gloo")
+        return DDPStrategy(process_group_backend="gloo", find_unused_parameters=True)
     if name == "fsdp":
-        return CPUFSDPStrategy(process_group_backend="gloo", state_dict_type="sharded")
+        return CPUFSDPStrategy(process_group_backend="gloo", use_orig_params=True)
     return ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1, process_group_backend="gloo")
 
 

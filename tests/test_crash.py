@@ -14,11 +14,11 @@ from typing import Any
 
 import lightning as L
 import pytest
-from forks import run_fork, run_forks, start_forks
-from probes import Witness, at, die, fit, journal, whole_steps
 
+from forks import run_fork, run_forks, start_forks
 from lightning_resilience import Keep
 from lightning_resilience.tiers import LocalTier
+from probes import Witness, at, die, fit, journal, whole_steps
 from support import TinyModel
 
 MOMENTS = [

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from forks import run_fork, run_forks
-from probes import Witness, fit, whole_steps
 
+from forks import run_fork, run_forks
 from lightning_resilience import (
     CheckpointCorrupt,
     CheckpointIncompatible,
@@ -26,6 +25,7 @@ from lightning_resilience import (
 )
 from lightning_resilience.manifest import Manifest, digest
 from lightning_resilience.tiers import LocalTier
+from probes import Witness, fit, whole_steps
 from support import TinyModel, settle
 
 NEWEST, PREVIOUS = "epoch=0-step=6.ckpt", "epoch=0-step=4.ckpt"
