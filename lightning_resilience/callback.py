@@ -25,9 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 from weakref import proxy
 
-import fsspec
 import torch
-from fsspec.utils import get_protocol
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -35,19 +33,19 @@ from typing_extensions import override
 
 from lightning_resilience import slots
 from lightning_resilience.agreement import Agreement
+from lightning_resilience.arguments import check_choice, check_dirpath, check_number, the_schedule
 from lightning_resilience.engine import Committed, Folder, Save
 from lightning_resilience.errors import SaveFailed, SetupError
 from lightning_resilience.manifest import HEALTHY, Manifest
 from lightning_resilience.retention import Keep, Ranking, judge
-from lightning_resilience.schedule import EverySeconds, EverySteps, FirstOf, Progress, Schedule, check_schedule
+from lightning_resilience.schedule import Progress, Schedule
 from lightning_resilience.session import Session, log_save, manifests_in
-from lightning_resilience.strategies import ANYWHERE, run_folder
 from lightning_resilience.store import list_checkpoints
+from lightning_resilience.strategies import ANYWHERE, run_folder
 from lightning_resilience.tiers import LocalTier, local_path
 
 log = logging.getLogger("lightning_resilience")
 
-DEFAULT_SCHEDULE = EverySeconds(300)
 DRAIN_AFTER_EXCEPTION = 10.0
 """Seconds that a save under way gets when training ends with an exception."""
 
@@ -60,16 +58,16 @@ class ResilientCheckpoint(ModelCheckpoint):
     whenever a validation gets into the top k; the newest checkpoint is always found by ``ckpt_path="last"``, with or
     without ``save_last`` (which adds a link ``last.ckpt`` for other tools); each checkpoint is a folder.
 
-    Args: dirpath: folder of the checkpoints, node-local or shared; as in ModelCheckpoint if not given.  Environment
-        variables
-            are expanded on each rank.
+    Args:
+        dirpath: folder of the checkpoints, node-local or shared; as in ModelCheckpoint if not given.  Environment
+            variables are expanded on each rank.
         filename: template for names, as in ModelCheckpoint.
         monitor: metric that ranks checkpoints.
-        verbose: log each save for people.
+        verbose: print each checkpoint's path and reason.
         save_last: keep a symbolic link ``last.ckpt`` to the newest checkpoint.
         save_top_k: with ``monitor``, how many of the best stay besides the newest; -1 keeps all.
-        save_on_exception: also save when training ends with an exception; on a single process only, because
-            with several the others cannot be asked then.
+        save_on_exception: also save when training ends with an exception; on a single process only, because with
+            several the others cannot be asked then.
         save_weights_only: leave out optimizers and the rest of the run; training cannot go on from such a checkpoint.
         mode: ``"min"`` or ``"max"``: which scores are best.
         auto_insert_metric_name: as in ModelCheckpoint.
@@ -82,12 +80,12 @@ class ResilientCheckpoint(ModelCheckpoint):
             the three triggers above is given.
         keep: what is retained; the newest 3 by default.
         memory: where state is staged: ``"auto"`` (tmpfs if it has room), ``False`` (anonymous memory) or a folder on
-        tmpfs.
+            tmpfs.
         on_save_error: ``"warn"`` goes on training and tries again at the next save, ``"raise"`` stops at the first
-        failure.
+            failure.
         max_failures: failed saves in a row after which training stops whatever ``on_save_error`` says.
-        on_unrestorable: when checkpoints exist and none can be resumed from: ``"raise"``, or ``"fresh"`` to start
-        over with a warning.
+        on_unrestorable: when checkpoints exist and none can be resumed from: ``"raise"``, or ``"fresh"`` to start over
+            with a warning.
         save_timeout: seconds after which a save that some rank has not finished is dropped.
 
     Raises:
@@ -120,25 +118,27 @@ class ResilientCheckpoint(ModelCheckpoint):
         on_unrestorable: Literal["raise", "fresh"] = "raise",
         save_timeout: float = 1800.0,
     ) -> None:
-        self._given_dirpath = _check_dirpath(dirpath)
-        _check_choice("mode", mode, ("min", "max"))
-        _check_choice("on_save_error", on_save_error, ("warn", "raise"))
-        _check_choice("on_unrestorable", on_unrestorable, ("raise", "fresh"))
-        _check_choice("save_last", save_last, (None, True, False, "link"))
-        _check_number("max_failures", max_failures, least=1, whole=True)
-        _check_number("save_timeout", save_timeout, least=0.001)
-        _check_number("save_top_k", save_top_k, least=-1, whole=True)
+        self._given_dirpath = check_dirpath(dirpath)
+        check_choice("mode", mode, ("min", "max"))
+        check_choice("on_save_error", on_save_error, ("warn", "raise"))
+        check_choice("on_unrestorable", on_unrestorable, ("raise", "fresh"))
+        check_choice("save_last", save_last, (None, True, False, "link"))
+        check_number("max_failures", max_failures, least=1, whole=True)
+        check_number("save_timeout", save_timeout, least=0.001)
+        check_number("save_top_k", save_top_k, least=-1, whole=True)
         slots.check_memory(memory)
+        if monitor is None and save_top_k > 1:
+            raise SetupError(f"save_top_k={save_top_k} ranks checkpoints, but there is no monitor= to rank them by.")
         if keep is not None and not isinstance(keep, Keep):
             raise SetupError(f"keep={keep!r} is not a retention rule.", hint="Use Keep(last=3).")
-        self.schedule = _the_schedule(schedule, every_n_train_steps, train_time_interval, every_n_epochs)
+        self.schedule = the_schedule(schedule, every_n_train_steps, train_time_interval, every_n_epochs)
         super().__init__(
             dirpath=self._expanded_dirpath(),
             filename=filename,
             monitor=monitor,
             verbose=verbose,
             save_last=save_last,
-            save_top_k=save_top_k if monitor is not None else min(save_top_k, 1),
+            save_top_k=save_top_k,
             save_on_exception=save_on_exception,
             save_weights_only=save_weights_only,
             mode=mode,
@@ -532,78 +532,6 @@ class ResilientCheckpoint(ModelCheckpoint):
     def __getstate__(self) -> dict[str, Any]:
         """Picklable at any time (``ddp_spawn``, ``copy``): what belongs to a running fit stays behind."""
         return {**self.__dict__, "_session": None, "_agreement": None, "_folder": None}
-
-
-# -- arguments --------------------------------------------------------------------------------------------------------
-
-
-def _the_schedule(
-    schedule: Schedule | None, steps: int | None, interval: timedelta | None, epochs: int | None
-) -> Schedule:
-    """One schedule from what was given; SetupError where it contradicts itself."""
-    for name, value in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
-        if value is not None:
-            _check_number(name, value, least=0, whole=True)
-    triggers: list[Schedule] = []
-    if steps:
-        triggers.append(EverySteps(steps))
-    if interval is not None:
-        triggers.append(EverySeconds(interval))  # type: ignore[arg-type]
-    if schedule is not None:
-        check_schedule(schedule)
-        if triggers:
-            raise SetupError(
-                f"schedule={schedule!r} was given together with every_n_train_steps or train_time_interval.",
-                hint=f"Use schedule=FirstOf({schedule!r}, {', '.join(map(repr, triggers))}).",
-            )
-        return schedule
-    if triggers:
-        return FirstOf(*triggers) if len(triggers) > 1 else triggers[0]
-    return Never() if epochs or steps == 0 else DEFAULT_SCHEDULE
-
-
-class Never(Schedule):
-    """No saves but those that epochs, validations and the end of training ask for."""
-
-    def __repr__(self) -> str:
-        return "Never()"
-
-    def due(self, now: Progress, last: Progress) -> None:
-        return None
-
-
-def _check_dirpath(dirpath: str | os.PathLike[str] | None) -> str | None:
-    """The folder as given, made absolute unless it has variables; SetupError where it cannot be one."""
-    if dirpath is None:
-        return None
-    text = os.fspath(dirpath)
-    protocol = get_protocol(text)
-    if protocol not in ("file", "local"):
-        try:
-            fsspec.get_filesystem_class(protocol)
-        except (ImportError, ValueError) as error:
-            raise SetupError(
-                f"dirpath={text!r} needs a package that is not installed: {error}.",
-                hint="pip install 'lightning_resilience[s3]'" if protocol in ("s3", "s3a") else "",
-            ) from error
-        raise SetupError(f"dirpath={text!r} is not on a local or shared file system.", hint="Give dirpath= a folder.")
-    path = str(local_path(text))
-    if "$" in path:
-        return path
-    if os.path.exists(path) and not os.path.isdir(path):
-        raise SetupError(f"dirpath={path!r} is a file.", hint="Give dirpath= a folder.")
-    return os.path.realpath(path)
-
-
-def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    if not any(value is choice or value == choice for choice in choices):
-        raise SetupError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}.")
-
-
-def _check_number(name: str, value: object, *, least: float, whole: bool = False) -> None:
-    kinds = (int,) if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value < math.inf:
-        raise SetupError(f"{name}={value!r}: a {'whole ' if whole else ''}number of {least:g} or more is wanted.")
 
 
 def _make_visible() -> None:

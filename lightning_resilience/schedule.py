@@ -119,6 +119,16 @@ class FirstOf(Schedule):
         return _any_of(part.by_agreement() for part in self.schedules)
 
 
+class Never(Schedule):
+    """No saves but those that epochs, validations and the end of training ask for."""
+
+    def __repr__(self) -> str:
+        return "Never()"
+
+    def due(self, now: Progress, last: Progress) -> None:
+        return None
+
+
 def check_schedule(schedule: object) -> None:
     """Raise SetupError unless ``schedule`` is one."""
     if isinstance(schedule, type) or not isinstance(schedule, Schedule):

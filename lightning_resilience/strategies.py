@@ -199,7 +199,7 @@ def _without_gaps(optimizer: Optimizer) -> dict[str, Any]:
     To an optimizer that is as good as no state.  Parameters of which this rank has no part have none either, rightly.
     """
     native = optimizer.state_dict()
-    pattern = next(iter(native["state"].values()), {})
+    pattern: dict[str, Any] = next(iter(native["state"].values()), {})
     for saved, live in zip(native["param_groups"], optimizer.param_groups, strict=True):
         for number, parameter in zip(saved["params"], live["params"], strict=True):
             if pattern and parameter.requires_grad and parameter.numel() and number not in native["state"]:

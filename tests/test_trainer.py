@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from support import TinyModel, checkpoint_every, committed, data, make_trainer, settle
 from torch import Tensor, nn
 
 from lightning_resilience import (
@@ -32,8 +31,9 @@ from lightning_resilience import (
     TierDenied,
     TierUnavailable,
 )
-from lightning_resilience.callback import DEFAULT_SCHEDULE
+from lightning_resilience.arguments import DEFAULT_SCHEDULE
 from lightning_resilience.manifest import WEIGHTS_ONLY
+from support import TinyModel, checkpoint_every, committed, data, make_trainer, settle
 
 
 def fit(folder: Path, *callbacks: L.Callback, model: L.LightningModule | None = None, **kwargs: Any) -> L.Trainer:
@@ -539,6 +539,7 @@ def test_plugin_alone_gives_a_stock_callback_committed_folders(tmp_path: Path) -
         ({"max_failures": 0}, "max_failures=0"),
         ({"save_timeout": 0}, "save_timeout=0"),
         ({"save_top_k": -2}, "save_top_k=-2"),
+        ({"save_top_k": 3}, "save_top_k=3"),
         ({"mode": "up"}, "mode='up'"),
         ({"dirpath": "nosuchfs://x"}, "nosuchfs"),
         ({"dirpath": "memory://x"}, "memory://x"),
@@ -580,7 +581,7 @@ def test_trainer_of_the_other_package_is_refused(tmp_path: Path) -> None:
     trainer = pytorch_lightning.Trainer(
         accelerator="cpu", logger=False, enable_progress_bar=False, callbacks=[callback], default_root_dir=tmp_path
     )
-    with pytest.raises(SetupError, match="lightning.pytorch.Trainer"):
+    with pytest.raises(SetupError, match=r"lightning\.pytorch\.Trainer"):
         callback.setup(trainer, TinyModel(), "fit")
 
 

@@ -1,0 +1,75 @@
+"""Arguments of ``ResilientCheckpoint``: what they mean together, and a clear error for what they cannot mean."""
+
+from __future__ import annotations
+
+import math
+import os
+from datetime import timedelta
+
+import fsspec
+from fsspec.utils import get_protocol
+
+from lightning_resilience.errors import SetupError
+from lightning_resilience.schedule import EverySeconds, EverySteps, FirstOf, Never, Schedule, check_schedule
+from lightning_resilience.tiers import local_path
+
+DEFAULT_SCHEDULE = EverySeconds(300)
+
+
+def the_schedule(
+    schedule: Schedule | None, steps: int | None, interval: timedelta | None, epochs: int | None
+) -> Schedule:
+    """One schedule from what was given; SetupError where it contradicts itself."""
+    for name, value in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
+        if value is not None:
+            check_number(name, value, least=0, whole=True)
+    triggers: list[Schedule] = []
+    if steps:
+        triggers.append(EverySteps(steps))
+    if interval is not None:
+        triggers.append(EverySeconds(interval))  # type: ignore[arg-type]
+    if schedule is not None:
+        check_schedule(schedule)
+        if triggers:
+            raise SetupError(
+                f"schedule={schedule!r} was given together with every_n_train_steps or train_time_interval.",
+                hint=f"Use schedule=FirstOf({schedule!r}, {', '.join(map(repr, triggers))}).",
+            )
+        return schedule
+    if triggers:
+        return FirstOf(*triggers) if len(triggers) > 1 else triggers[0]
+    return Never() if epochs or steps == 0 else DEFAULT_SCHEDULE
+
+
+def check_dirpath(dirpath: str | os.PathLike[str] | None) -> str | None:
+    """The folder as given, made absolute unless it has variables; SetupError where it cannot be one."""
+    if dirpath is None:
+        return None
+    text = os.fspath(dirpath)
+    protocol = get_protocol(text)
+    if protocol not in ("file", "local"):
+        try:
+            fsspec.get_filesystem_class(protocol)
+        except (ImportError, ValueError) as error:
+            raise SetupError(
+                f"dirpath={text!r} needs a package that is not installed: {error}.",
+                hint="pip install 'lightning_resilience[s3]'" if protocol in ("s3", "s3a") else "",
+            ) from error
+        raise SetupError(f"dirpath={text!r} is not on a local or shared file system.", hint="Give dirpath= a folder.")
+    path = str(local_path(text))
+    if "$" in path:
+        return path
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise SetupError(f"dirpath={path!r} is a file.", hint="Give dirpath= a folder.")
+    return os.path.realpath(path)
+
+
+def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if not any(value is choice or value == choice for choice in choices):
+        raise SetupError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}.")
+
+
+def check_number(name: str, value: object, *, least: float, whole: bool = False) -> None:
+    kinds = (int,) if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value < math.inf:
+        raise SetupError(f"{name}={value!r}: a {'whole ' if whole else ''}number of {least:g} or more is wanted.")
