@@ -312,8 +312,9 @@ class ResilientCheckpoint(ModelCheckpoint):
         reasons = [reason for reason in due if reason]
         if not reasons:
             return
-        if self.monitor is not None and session.validation_follows():
-            self._reason = "; ".join(reasons)  # saved with a fresh score, when the validation that begins now has ended
+        if session.validation_follows():
+            # Saved when the validation that begins now has ended: with its score, and a resume does not skip it.
+            self._reason = "; ".join(reasons)
             return
         self._reason = ""
         self._save(trainer, "; ".join(reasons))

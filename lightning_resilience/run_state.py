@@ -17,17 +17,20 @@ import xxhash
 RankState = dict[str, Any]
 
 
-def capture() -> RankState:
+def capture(*, cuda: bool = True) -> RankState:
     """The generators of this process as they are now: Python, NumPy, torch on the CPU and on its CUDA device.
 
     Other devices are left alone: asking for their state would put a context of this process on each of them.
+
+    Args:
+        cuda: whether this process may use CUDA; a forked loader worker may not.
     """
     kind, keys, position, has_gauss, cached_gaussian = cast("tuple[str, Any, int, int, float]", np.random.get_state())
     return {
         "python": random.getstate(),
         "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached_gaussian)),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "cuda": torch.cuda.get_rng_state() if cuda and torch.cuda.is_available() else None,
     }
 
 
@@ -61,8 +64,3 @@ def to_bytes(state: RankState) -> bytes:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
-
-
-def from_bytes(data: bytes) -> RankState:
-    """Undo ``to_bytes``; loads tensors and plain values only."""
-    return torch.load(io.BytesIO(data), weights_only=True)  # type: ignore[no-any-return]

@@ -16,11 +16,12 @@ from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_resilience import run_state, store, trainer_state
+from lightning_resilience.data import DataPosition
 from lightning_resilience.engine import Engine, Facts, Folder, Save, Snapshot
 from lightning_resilience.errors import CheckpointCorrupt, CheckpointIncompatible, SaveFailed
 from lightning_resilience.manifest import META, WEIGHTS_ONLY, Manifest, rank_file
 from lightning_resilience.ranks import Ranks, attempt, raise_first
-from lightning_resilience.reader import CheckpointReader, canonical
+from lightning_resilience.reader import CheckpointReader, canonical, load_trusted
 from lightning_resilience.resume import Source, find_last, open_explicit
 from lightning_resilience.strategies import Doorway, edits_loaded_state, family_of, raw_optimizer
 from lightning_resilience.tiers import local_path
@@ -65,7 +66,10 @@ class Session:
         self._model_is_loaded = False
         self._loaded: dict[str, Any] = {}
         self._checked_meta = False
+        self._generators: Callable[[], None] | None = None
         self._doorway = Doorway(trainer)
+        self.data = DataPosition(self._doorway)
+        self.exact_data = True
         self._attach()
 
     @classmethod
@@ -103,6 +107,9 @@ class Session:
         door.replace(door.strategy, "load_model_state_dict", self._make_load_model_state_dict)
         door.replace(door.strategy, "load_optimizer_state_dict", self._make_load_optimizer_state_dict)
         door.replace(door.connector, "resume_start", self._make_resume_start)
+        if door.fitting:
+            door.replace(door.strategy, "process_dataloader", self._make_process_dataloader)
+            door.before_first_batch(self.data.begun)
 
     def _detach(self) -> None:
         self._doorway.close()
@@ -187,7 +194,8 @@ class Session:
         if self.ranks.rank == 0:
             meta = self._dump(rest)
         identical = self.family.identical(state)
-        return Snapshot(state, identical, meta, run_state.to_bytes(run_state.capture()))
+        own = {**run_state.capture(), "data": self.data.state()} if self.exact_data else dict(run_state.capture())
+        return Snapshot(state, identical, meta, run_state.to_bytes(own))
 
     def _dump(self, rest: Mapping[str, Any]) -> bytes | Exception:
         """Serialise the rest.  What cannot be saved at all stops the run at its first save, before hours are at
@@ -227,6 +235,13 @@ class Session:
             folder.tier.remove(path.name)
 
     # -- resuming -----------------------------------------------------------------------------------------------------
+
+    def _make_process_dataloader(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def process_dataloader(dataloader: Any) -> Any:
+            loader = original(dataloader)
+            return self.data.track(loader) if self.exact_data and self._doorway.processes_training_data else loader
+
+        return process_dataloader
 
     def _make_resume_start(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
@@ -330,7 +345,8 @@ class Session:
             if manifest is not None:
                 self.engine.run = manifest.run
                 self.engine.in_use.add(source.name)
-            self._doorway.before_first_batch(lambda: self._restore_rank_state(source))
+            self._doorway.before_training(lambda: self._restore_generators())
+            self._read_rank_state(source)
 
     def _make_load_model_state_dict(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def load_model_state_dict(checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -360,19 +376,32 @@ class Session:
         for index, optimizer in enumerate(optimizers):
             self.family.load_optimizer(self._reader, index, optimizer)
 
-    def _restore_rank_state(self, source: Source) -> None:
-        """Last of all: random generators, after everything at start-up that draws from them."""
+    def _read_rank_state(self, source: Source) -> None:
+        """This rank's own file: where it was in its data, and its random generators, which are restored later."""
+        self._generators = None
         if source.manifest is None:
             return
         rank, saved_ranks = self.ranks.rank, source.manifest.world_size
-        if saved_ranks == self.ranks.world_size:
-            run_state.restore(run_state.from_bytes(source.locate(rank_file(rank)).read_bytes()))
+        if saved_ranks != self.ranks.world_size:
+            rank_zero_warn(
+                f"The checkpoint was saved by {saved_ranks} ranks and is resumed by {self.ranks.world_size}: random"
+                " generators are seeded anew for each rank, from the saved state of rank 0, the step and the rank;"
+                " an epoch that was interrupted begins at its first batch."
+            )
+            base, step = source.locate(rank_file(0)).read_bytes(), source.manifest.step
+            self._generators = lambda: run_state.derive(base, step, rank)
             return
-        rank_zero_warn(
-            f"The checkpoint was saved by {saved_ranks} ranks and is resumed by {self.ranks.world_size}: random"
-            " generators are seeded anew for each rank, from the saved state of rank 0, the step and the rank."
-        )
-        run_state.derive(source.locate(rank_file(0)).read_bytes(), source.manifest.step, rank)
+        state = load_trusted(source.locate(rank_file(rank)).read_bytes())
+        self._generators = lambda: run_state.restore(state)
+        if self.exact_data and (saved := state.get("data")) is not None:
+            self.data.go_to(saved)
+            # Rank 0's position of loaders with a state of their own; each rank has its own.
+            self._loaded.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)
+
+    def _restore_generators(self) -> None:
+        """Last of all, after everything at start-up that draws from them."""
+        if self._generators is not None:
+            self._generators()
 
 
 def log_save(save: Save) -> None:

@@ -192,9 +192,10 @@ class GlobalPlan:
 def plan_locally(flat: FlatState, identical: Collection[str] = ()) -> LocalPlan:
     """What this rank could write.
 
-    Args: flat: its state. identical: keys of plain tensors that all ranks hold bit for bit (data-parallel parameters
-        and moments).  Other plain
-            values may differ between ranks (batch-norm buffers do), and the lowest rank's are the ones that count.
+    Args:
+        flat: its state.
+        identical: keys of plain tensors that all ranks hold bit for bit (data-parallel parameters and moments).  Other
+            plain values may differ between ranks (batch-norm buffers do); the lowest rank's are the ones that count.
     """
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(flat.values)

@@ -31,7 +31,7 @@ from lightning.pytorch.strategies import (
     SingleDeviceStrategy,
     Strategy,
 )
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -55,7 +55,13 @@ PRIVATE_NAMES = (
     "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._should_check_val_fx",
     "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._num_ready_batches_reached",
     "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop.on_run_start",
+    "lightning.pytorch.loops.fit_loop:_FitLoop.on_advance_start",
     "lightning.pytorch.loops.fit_loop:_FitLoop.__init__._data_fetcher",
+    "lightning.pytorch.loops.fit_loop:_FitLoop.__init__._combined_loader",
+    "lightning.pytorch.loops.fetchers:_PrefetchDataFetcher.__init__.batches",
+    "lightning.pytorch.utilities.combined_loader:CombinedLoader.__init__._iterator",
+    "lightning.pytorch.utilities.combined_loader:_MaxSizeCycle.__init__._consumed",
+    "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._try_put_index",
 )
 """Every private name of Lightning that this package relies on, as ``module:object.attribute``; an attribute after
 ``__init__`` is one that the constructor sets."""
@@ -479,6 +485,51 @@ class Doorway:
             for path in callback._find_last_checkpoints(self.trainer)
         }
         return max(found, key=os.path.getmtime, default=None)
+
+    def before_training(self, action: Callable[[], None]) -> None:
+        """Run ``action`` once, after everything at start-up and before the first hook of the first epoch."""
+        fit_loop = self.trainer.fit_loop
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def on_advance_start(*args: Any, **kwargs: Any) -> Any:
+                del fit_loop.on_advance_start
+                action()
+                return original(*args, **kwargs)
+
+            return on_advance_start
+
+        self.replace(fit_loop, "on_advance_start", make)
+
+    def train_loaders(self) -> list[Any]:
+        """The training loaders, in their order."""
+        combined = self.trainer.fit_loop._combined_loader
+        return list(combined.flattened) if combined is not None else []
+
+    def batches_ahead(self) -> int:
+        """How many batches the fit loop has read and not trained on."""
+        return len(getattr(self.trainer.fit_loop._data_fetcher, "batches", ()))
+
+    def cycled(self) -> list[bool]:
+        """Which loaders have been through at least once in this epoch, where shorter ones are cycled."""
+        combined = self.trainer.fit_loop._combined_loader
+        return list(getattr(getattr(combined, "_iterator", None), "_consumed", ()))
+
+    def set_cycled(self, cycled: list[bool]) -> None:
+        """Undo ``cycled``."""
+        combined = self.trainer.fit_loop._combined_loader
+        iterator: Any = getattr(combined, "_iterator", None)
+        if cycled and hasattr(iterator, "_consumed"):
+            iterator._consumed = list(cycled)
+
+    def at_epoch_start(self) -> bool:
+        """Whether the next training batch is the first of an epoch."""
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress
+        return progress.current.ready == 0 or bool(progress.is_last_batch)
+
+    @property
+    def processes_training_data(self) -> bool:
+        """Whether the loader that the strategy is handed now is for training."""
+        return self.fitting and self.trainer.state.stage == RunningStage.TRAINING
 
     def before_first_batch(self, action: Callable[[], None]) -> None:
         """Run ``action`` once, after everything at start-up and before the first training batch is fetched."""

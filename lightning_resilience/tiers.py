@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -24,6 +25,13 @@ from lightning_resilience.manifest import EXTENSION, MANIFEST, PARTIAL, REMOVED,
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+_LEFTOVER = re.compile(
+    rf"{re.escape(EXTENSION)}({re.escape(PARTIAL)}|{re.escape(REMOVED)})"
+    rf"|{re.escape(PARTIAL)}[0-9a-f]{{12}}-[0-9]+$|{re.escape(REMOVED)}[0-9a-f]{{8}}$"
+)
+"""Names of what is being saved or removed: any token after ``.ckpt``, which is ours; after other names (people choose
+them for ``trainer.save_checkpoint``) only a token of the very form that we give out."""
 
 BLOCK = 16 * 2**20
 """Bytes hashed and written at a time."""
@@ -54,18 +62,12 @@ class LocalTier:
 
     def leftovers(self) -> list[str]:
         """Names of the folders that a save or a removal left unfinished."""
-        return sorted(name for name in self._folders() if PARTIAL in name or REMOVED in name)
+        return sorted(name for name in self._folders() if _LEFTOVER.search(name))
 
     def _folders(self) -> Iterator[str]:
         try:
             with os.scandir(self.root) as entries:
-                yield from (
-                    entry.name
-                    for entry in entries
-                    if any(mark in entry.name for mark in (EXTENSION, PARTIAL, REMOVED))
-                    and not entry.is_symlink()
-                    and entry.is_dir()
-                )
+                yield from (entry.name for entry in entries if not entry.is_symlink() and entry.is_dir())
         except (FileNotFoundError, NotADirectoryError):
             return
 

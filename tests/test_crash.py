@@ -214,3 +214,20 @@ def test_a_kill_while_a_name_is_saved_again_leaves_the_old_or_the_new_one(
         assert life.wait() == [-signal.SIGKILL], life.log(0)
     assert run_fork(load, tmp_path) == survivor
     assert whole_steps(tmp_path) == [survivor, 5]
+
+
+def save_under_a_name_of_its_own(root: Path) -> None:
+    at("persist.end", die)
+    fit(root, SavesTwice(root / "run" / "mine", "never"), Witness(root, 100), steps=5)
+
+
+def test_what_a_killed_save_under_any_name_left_is_swept_and_nothing_that_looks_a_little_like_it(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "run" / "notes.partial-1").mkdir(parents=True)
+    with start_forks(save_under_a_name_of_its_own, tmp_path, world_size=1) as life:
+        assert life.wait() == [-signal.SIGKILL], life.log(0)
+    assert len(os.listdir(tmp_path / "run")) == 2
+    assert run_fork(live_on, tmp_path, 1) == (0, 50)
+    assert sorted(os.listdir(tmp_path / "run"))[1:] == ["last.ckpt", "notes.partial-1"]
+    assert len(os.listdir(tmp_path / "run")) == 3

@@ -69,13 +69,14 @@ ENDINGS = {
 
 def end_in_all_ways(root: Path) -> dict[str, int]:
     """Exit statuses of as many forks of this process, each of which ends as a script does: through the interpreter."""
+    faulthandler.cancel_dump_traceback_later()  # its thread would be missing in the forks, which would wait for it
     forked = {}
     for ending in ENDINGS:
         folder = root / ending
         folder.mkdir()
         pid = os.fork()
         if not pid:
-            faulthandler.dump_traceback_later(60, exit=True)
+            signal.alarm(60)
             log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
             os.dup2(log, 1)
             os.dup2(log, 2)

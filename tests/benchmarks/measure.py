@@ -31,10 +31,6 @@ Samples = dict[str, dict[str, list[float]]]
 """Seconds (bytes for ``memory``) by route or ``limits``, then by quantity: one entry for each time it was measured."""
 
 
-SAVES = ("first", "second", "steady")
-"""Saves of a route in each round.  What a route sets up once, such as the second of two buffers, is there by the third."""
-
-
 @dataclass(frozen=True)
 class Config:
     """What one group of processes measures.
@@ -45,6 +41,8 @@ class Config:
         tensors: number of tensors in it.
         routes: names of routes.
         rounds: how often everything is measured.
+        steady: saves after the first and the second, in each round; what a route sets up once, such as the second of two
+            buffers, is there by then.
         steps: training steps before, and at least as many after, a save during training; 0 for no training.
     """
 
@@ -53,6 +51,7 @@ class Config:
     tensors: int
     routes: tuple[str, ...]
     rounds: int = 3
+    steady: int = 1
     steps: int = 4
 
 
@@ -103,7 +102,7 @@ class _Measurement:
         dist.barrier()
         route = ROUTES[name](folder, self.state)
         try:
-            for which in SAVES:
+            for which in ("first", "second", *["steady"] * self.config.steady):
                 if route.saves:
                     route.forget()
                 stall, durable = self._save(route)

@@ -7,8 +7,8 @@ numbers less than it changes seconds; ratios are of medians.  With several ranks
 as with DDP.  One thread a rank by default: on two cores, one rank leaves a core to spare and two ranks keep both busy.
 
 ==================  ===================================================================================================
-first stall, stall  seconds until training may change parameters, of the first save and from the third on ÷ a memory copy
-                    (to memory that is there) of the rank's even share of the state
+first stall, stall  seconds until training may change parameters, of the first save and from the third on ÷ a memory
+                    copy (to memory that is there) of the rank's even share of the state
 blocked             what the training thread waits in all when it trains on: the call, and before the optimizer step
 lost                what training takes longer, in all, until the save is durable ÷ the same memory copy
 steps slower        how much longer a step takes while a save is in the background
@@ -70,7 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print_table(run)
         if options.many:
             for ranks in options.ranks:
-                run = measure_ranks(options, ranks, options.many * 1024, options.many, [OURS], steps=0)
+                run = measure_ranks(
+                    options, ranks, options.many * 1024, options.many, [OURS], rounds=1, steady=5, steps=0
+                )
                 document["runs"].append(run)
                 print_overhead(run)
     finally:
@@ -108,7 +110,7 @@ def measure_ranks(
     size: int,
     tensors: int,
     routes: Sequence[str],
-    steps: int | None = None,
+    **other: int,
 ) -> dict[str, Any]:
     """Start the ranks, measure, and put what they say together."""
     begin = time.monotonic()
@@ -118,8 +120,7 @@ def measure_ranks(
             size=size,
             tensors=tensors,
             routes=tuple(routes),
-            rounds=options.repeat,
-            steps=options.steps if steps is None else steps,
+            **({"rounds": options.repeat, "steps": options.steps} | other),
         )
         path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
         results = run_ranks(

@@ -1,0 +1,472 @@
+"""Where each rank is in its data, and how to begin there again.
+
+A training loader is *tracked*: its iterators are counted, and how they began (the random generators at that moment)
+is remembered.  That is enough to begin one in the middle without loading what was seen: with the generators as they
+were, its sampler gives the same order again, and the indices of the batches that were trained on are passed over
+before a worker is asked for anything.  Worker processes send their own generators along with each batch, so that
+augmentation goes on where it was too.
+
+Nothing is wrapped: a tracked loader is the user's object, of a class that derives from the user's.  Its first
+iterator is made when its first batch is wanted, because until then a resume may still decide where it begins.
+
+==========================================  ==========================================================================
+loader                                      continues
+==========================================  ==========================================================================
+with ``state_dict`` and ``load_state_dict``  where its own state says
+``DataLoader``, data with a length           at the next batch; nothing is loaded twice or in vain
+iterable data with its own state             where its state says (the data's ``state_dict``)
+other iterable data                          by reading and dropping what was trained on
+==========================================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from lightning_resilience import run_state
+
+Position = dict[str, Any]
+"""How far one loader is: ``count`` batches of the iterator that began with generators ``start``; see
+``Track.position``."""
+
+_ATTRIBUTE = "_lightning_resilience_track"
+
+
+class Guide(Protocol):
+    """Tells a loader whether a resume is still to be decided, and where it goes on."""
+
+    @property
+    def undecided(self) -> bool:
+        """Whether iterators made now should wait for their first batch."""
+
+    def position_of(self, loader: object) -> Position | None:
+        """Where ``loader`` begins; None for its beginning."""
+
+
+class Loop(Protocol):
+    """What is asked of the Trainer's training loop."""
+
+    def train_loaders(self) -> list[Any]:
+        """The training loaders, in their order."""
+
+    def batches_ahead(self) -> int:
+        """How many batches have been read and not trained on."""
+
+    def cycled(self) -> list[bool]:
+        """Which loaders have been through at least once in this epoch, where shorter ones are cycled."""
+
+    def set_cycled(self, cycled: list[bool]) -> None:
+        """Undo ``cycled``."""
+
+    def at_epoch_start(self) -> bool:
+        """Whether the next training batch is the first of an epoch."""
+
+
+class DataPosition:
+    """This rank's place in its training data: tells it for a save, and guides the loaders to it after a resume."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._saved: dict[str, Any] | None = None
+        self.undecided = True
+
+    def track(self, loader: Any) -> Any:
+        """Track a training loader."""
+        return track(loader, self)
+
+    def state(self) -> dict[str, Any]:
+        """For a save, at a step boundary."""
+        ahead = self._loop.batches_ahead()
+        tracks = [track_of(loader) for loader in self._loop.train_loaders()]
+        loaders = [found.position(ahead) if found is not None else None for found in tracks]
+        return {"loaders": loaders, "cycled": self._loop.cycled()}
+
+    def go_to(self, saved: dict[str, Any]) -> None:
+        """Begin where ``saved`` says; called before the first batch is read."""
+        self._saved = saved
+
+    def position_of(self, loader: object) -> Position | None:
+        """Where ``loader`` begins: in the middle of the epoch, or at the start of one with what lasts over epochs."""
+        loaders = self._loop.train_loaders()
+        place = next((index for index, other in enumerate(loaders) if other is loader), None)
+        saved = self._saved["loaders"] if self._saved is not None else []
+        position = saved[place] if place is not None and place < len(saved) else None
+        if position is None or not self._loop.at_epoch_start():
+            return position
+        return {**position, "count": 0, "passes": 0}
+
+    def begun(self) -> None:
+        """The first epoch is about to begin: iterators made from now on start at the beginning at once."""
+        self.undecided = False
+        if self._saved is not None and not self._loop.at_epoch_start():
+            self._loop.set_cycled(self._saved["cycled"])
+
+    def exact(self) -> bool:
+        """Whether every training loader continues at the right batch."""
+        return all(track_of(loader) is not None for loader in self._loop.train_loaders())
+
+
+class _Tracked:
+    """What a tracked loader's class adds to the user's."""
+
+    def __iter__(self) -> Iterator[Any]:
+        track: Track = getattr(self, _ATTRIBUTE)
+        return track.begin(super().__iter__)  # type: ignore[misc]
+
+
+def track(loader: Any, guide: Guide) -> Any:
+    """Track a training loader, in place.  What cannot be tracked (a list, a generator) is returned as it is."""
+    if getattr(loader, _ATTRIBUTE, None) is not None or not hasattr(type(loader), "__iter__"):
+        return loader
+    cls = type(loader)
+    try:
+        loader.__class__ = type(cls.__name__, (_Tracked, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    except TypeError:
+        return loader
+    vars(loader)[_ATTRIBUTE] = Track(loader, guide)
+    return loader
+
+
+def track_of(loader: object) -> Track | None:
+    """The track of a loader, if it is tracked."""
+    return vars(loader).get(_ATTRIBUTE) if hasattr(loader, "__dict__") else None
+
+
+class Track:
+    """One loader's iterators: how the current one began, and how many batches it gave."""
+
+    def __init__(self, loader: Any, guide: Guide) -> None:
+        self._loader = loader
+        self._guide = guide
+        self.passes = 0
+        self.count = 0
+        self.start: dict[str, Any] | None = None
+        self.workers: dict[int, bytes] = {}
+        self._before: tuple[Any, ...] | None = None
+
+    # -- while training -----------------------------------------------------------------------------------------------
+
+    def begin(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """A new iterator, at the beginning or where the guide says."""
+        if self._guide.undecided:
+            return _Batches(self, None, lambda: self._make(make, self._guide.position_of(self._loader)))
+        return _Batches(self, self._make(make, None), None)
+
+    def before_batch(self) -> None:
+        """A batch is about to be read."""
+        if self.start is None:
+            self.start = self._generators()
+        self._before = (self.passes, self.count, self.start, dict(self.workers), self._own_state(ahead=True))
+
+    def after_batch(self, batch: Any) -> Any:
+        """A batch has been read; returns it without what a worker added."""
+        self.count += 1
+        if isinstance(batch, _Stamped):
+            self.workers[batch.worker] = batch.generators
+            return batch.batch
+        return batch
+
+    def position(self, ahead: int) -> Position:
+        """How far training is.
+
+        Args:
+            ahead: how many batches have been read and not trained on, 0 or 1.
+        """
+        now = (self.passes, self.count, self.start, self.workers, self._own_state(ahead=False))
+        passes, count, start, workers, own = self._before if ahead and self._before is not None else now
+        return {
+            "passes": passes,
+            "count": count,
+            "start": start,
+            "workers": dict(workers),
+            "own": own,
+            "parts": states_of(self._parts()),
+            "generators": [generator.get_state() for generator in self._own_generators()],
+        }
+
+    def _parts(self) -> dict[str, Any]:
+        """What has a state in this process; with workers, it is their copies that count."""
+        if _workers(self._loader) or has_state(self._loader):
+            return {}
+        return parts(getattr(self._loader, "dataset", None), getattr(self._loader, "collate_fn", None))
+
+    def _own_state(self, ahead: bool) -> Any:
+        """The loader's own state; only where it costs nothing when asked before every batch."""
+        if ahead or not has_state(self._loader):
+            return None
+        return self._loader.state_dict()
+
+    # -- beginning ----------------------------------------------------------------------------------------------------
+
+    def _make(self, make: Callable[[], Iterator[Any]], position: Position | None) -> Iterator[Any]:
+        self.count, self.passes = 0, self.passes + 1
+        self.workers.clear()
+        loader = self._loader
+        if position is not None:
+            self.passes = position["passes"]
+        if position is not None:
+            restore_states(self._parts(), position["parts"])
+        if position is not None and position["own"] is not None and has_state(loader):
+            loader.load_state_dict(position["own"])
+            self.count = position["count"]
+            return iter(make())
+        if position is None or not position["count"]:
+            if position is not None:
+                self._set_own_generators(position["generators"])
+            return self._plainly(make, position)
+        return self._in_the_middle(make, position)
+
+    def _plainly(self, make: Callable[[], Iterator[Any]], position: Position | None) -> Iterator[Any]:
+        """From the beginning; workers that persist go on with their generators."""
+        self.start = self._generators() if _workers(self._loader) else None
+        states = (
+            position["workers"] if position is not None and getattr(self._loader, "persistent_workers", False) else {}
+        )
+        with self._equipped(states):
+            return iter(make())
+
+    def _in_the_middle(self, make: Callable[[], Iterator[Any]], position: Position) -> Iterator[Any]:
+        """After ``count`` batches, with the generators that the iterator began with; they are put back afterwards."""
+        count = position["count"]
+        now = run_state.capture()
+        run_state.restore(position["start"]["process"])
+        self._set_own_generators(position["start"]["own"])
+        try:
+            if isinstance(self._loader, DataLoader) and not isinstance(self._loader.dataset, IterableDataset):
+                with self._equipped(position["workers"], skip=count):
+                    iterator = iter(make())
+                _draw_first(iterator)
+            else:
+                data_goes_on = "dataset" in position["parts"] or _first_part(position["workers"], "dataset")
+                with self._equipped(position["workers"] if data_goes_on else {}):
+                    iterator = iter(make())
+                for _ in itertools.islice(iterator, 0 if data_goes_on else count):
+                    pass
+        finally:
+            run_state.restore(now)
+        self._set_own_generators(position["generators"])
+        self.start, self.count = position["start"], count
+        self.workers = dict(position["workers"])
+        return iterator
+
+    @contextmanager
+    def _equipped(self, states: dict[int, bytes], skip: int = 0) -> Iterator[None]:
+        """While an iterator is made: its workers send their generators along, begin with ``states``, and its sampler
+        passes over ``skip`` batches."""
+        loader = self._loader
+        if not isinstance(loader, DataLoader) or has_state(loader):
+            yield
+            return
+        attributes = vars(loader)
+        sampler = "batch_sampler" if attributes.get("batch_sampler") is not None else "sampler"
+        before = {name: attributes[name] for name in ("collate_fn", "worker_init_fn", sampler)}
+        if loader.num_workers:
+            attributes["collate_fn"] = _Stamp(loader.collate_fn)
+            if states:
+                attributes["worker_init_fn"] = _Init(loader.worker_init_fn, attributes["collate_fn"], states)
+        if skip:
+            attributes[sampler] = _Skip(attributes[sampler], skip)
+        try:
+            with _first_worker(skip % loader.num_workers if loader.num_workers else 0):
+                yield
+        finally:
+            attributes.update(before)
+
+    # -- generators ---------------------------------------------------------------------------------------------------
+
+    def _generators(self) -> dict[str, Any]:
+        own = [generator.get_state() for generator in self._own_generators()]
+        return {"process": run_state.capture(), "own": own}
+
+    def _own_generators(self) -> list[torch.Generator]:
+        """``torch.Generator`` objects of the loader and its samplers, each once."""
+        loader = self._loader
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+        found = (getattr(holder, "generator", None) for holder in holders)
+        return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
+    def _set_own_generators(self, states: list[torch.Tensor]) -> None:
+        for generator, state in zip(self._own_generators(), states, strict=False):
+            generator.set_state(state)
+
+
+def has_state(thing: object) -> bool:
+    """Whether something can be saved and restored by itself."""
+    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
+
+
+def parts(dataset: Any, collate: Any) -> dict[str, Any]:
+    """What has a state of its own in a loader's data: the dataset, one it is a part of, their transforms, the collate
+    function."""
+    found: dict[str, Any] = {}
+    name, inner, seen = "dataset", dataset, set()
+    while inner is not None and id(inner) not in seen:
+        seen.add(id(inner))
+        found[name] = inner
+        for attribute in ("transform", "target_transform", "transforms"):
+            found[f"{name}.{attribute}"] = getattr(inner, attribute, None)
+        name, inner = f"{name}.dataset", getattr(inner, "dataset", None)
+    found["collate_fn"] = getattr(collate, "inner", collate)
+    return {name: part for name, part in found.items() if has_state(part)}
+
+
+def _first_part(workers: dict[int, bytes], name: str) -> bool:
+    """Whether the workers' copies of a part had a state."""
+    return any(name in pickle.loads(state)["parts"] for state in itertools.islice(workers.values(), 1))
+
+
+def states_of(stateful: dict[str, Any]) -> dict[str, Any]:
+    """The state of each part."""
+    return {name: part.state_dict() for name, part in stateful.items()}
+
+
+def restore_states(stateful: dict[str, Any], states: dict[str, Any]) -> None:
+    """Give each part its state back; one that has none saved keeps what it has."""
+    for name, part in stateful.items():
+        if name in states:
+            part.load_state_dict(states[name])
+
+
+def _workers(loader: Any) -> int:
+    return int(getattr(loader, "num_workers", 0) or 0)
+
+
+class _Batches:
+    """A loader's iterator, counted; made when its first batch is wanted if it was not made before."""
+
+    def __init__(self, track: Track, iterator: Iterator[Any] | None, make: Callable[[], Iterator[Any]] | None) -> None:
+        self._track = track
+        self._iterator = iterator
+        self._make = make
+
+    def __iter__(self) -> _Batches:
+        return self
+
+    def __next__(self) -> Any:
+        if self._iterator is None:
+            assert self._make is not None
+            self._iterator = self._make()
+        self._track.before_batch()
+        return self._track.after_batch(next(self._iterator))
+
+    def __len__(self) -> int:
+        return len(self._track._loader)
+
+
+class _Skip:
+    """A sampler that passes over its first so many batches, once."""
+
+    def __init__(self, sampler: Any, count: int) -> None:
+        self._sampler = sampler
+        self._count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        count, self._count = self._count, 0
+        # Lazily, as the sampler itself is: it draws its order when first asked, after the workers' seed was drawn.
+        return itertools.islice(_restart(self._sampler), count, None)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_sampler"], name)
+
+
+def _restart(sampler: Any) -> Iterator[Any]:
+    yield from sampler
+
+
+def _draw_first(iterator: Any) -> None:
+    """Let the sampler of an iterator without workers draw its order now, while the generators are as they were."""
+    sampler_iter = getattr(iterator, "_sampler_iter", None)
+    if sampler_iter is None or isinstance(iterator, _MultiProcessingDataLoaderIter):
+        return
+    try:
+        first = next(sampler_iter)
+    except StopIteration:
+        iterator._sampler_iter = iter(())
+        return
+    iterator._sampler_iter = itertools.chain([first], sampler_iter)
+
+
+# -- in worker processes ----------------------------------------------------------------------------------------------
+
+
+class _Stamped:
+    """A batch, and the generators of the worker that made it as they were then."""
+
+    def __init__(self, batch: Any, worker: int, generators: bytes) -> None:
+        self.batch = batch
+        self.worker = worker
+        self.generators = generators
+
+    def pin_memory(self, device: Any = None) -> _Stamped:
+        """Called by the loader's pinning thread."""
+        from torch.utils.data._utils.pin_memory import pin_memory
+
+        self.batch = pin_memory(self.batch, device)  # type: ignore[no-untyped-call]
+        return self
+
+
+class _Stamp:
+    """A collate function that adds the worker's generators."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.inner = collate
+
+    def __call__(self, samples: Any) -> Any:
+        batch = self.inner(samples)
+        worker = get_worker_info()
+        if worker is None:
+            return batch
+        state = {"process": run_state.capture(cuda=False), "parts": states_of(parts(worker.dataset, self.inner))}
+        return _Stamped(batch, worker.id, pickle.dumps(state))
+
+
+class _Init:
+    """A worker's initialisation, after which its generators and its copy of the data are as they were."""
+
+    def __init__(self, init: Callable[[int], None] | None, collate: Any, states: dict[int, bytes]) -> None:
+        self._init = init
+        self._collate = collate
+        self._states = states
+
+    def __call__(self, number: int) -> None:
+        if self._init is not None:
+            self._init(number)
+        worker = get_worker_info()
+        if worker is not None and number in self._states:
+            state = pickle.loads(self._states[number])
+            restore_states(parts(worker.dataset, self._collate), state["parts"])
+            run_state.restore(state["process"])
+
+
+@contextmanager
+def _first_worker(number: int) -> Iterator[None]:
+    """While an iterator is made: let worker ``number`` have its first batch, as it would have had without the
+    interruption."""
+    if not number:
+        yield
+        return
+    original = _MultiProcessingDataLoaderIter._try_put_index
+
+    def try_put_index(self: Any) -> Any:
+        _MultiProcessingDataLoaderIter._try_put_index = original  # type: ignore[method-assign]
+        for _ in range(number):
+            next(self._worker_queue_idx_cycle)
+        return original(self)
+
+    _MultiProcessingDataLoaderIter._try_put_index = try_put_index  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _MultiProcessingDataLoaderIter._try_put_index = original  # type: ignore[method-assign]
