@@ -34,7 +34,7 @@ from typing_extensions import override
 from lightning_resilience import slots
 from lightning_resilience.agreement import Agreement
 from lightning_resilience.arguments import check_choice, check_dirpath, check_number, the_schedule
-from lightning_resilience.engine import Committed, Folder, Save
+from lightning_resilience.engine import OVERDUE, Committed, Folder, Save
 from lightning_resilience.errors import SaveFailed, SetupError
 from lightning_resilience.manifest import HEALTHY, Manifest
 from lightning_resilience.retention import Keep, Ranking, judge
@@ -87,6 +87,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         on_unrestorable: when checkpoints exist and none can be resumed from: ``"raise"``, or ``"fresh"`` to start over
             with a warning.
         save_timeout: seconds after which a save that some rank has not finished is dropped.
+        exact_data: continue an interrupted epoch at the exact sample; otherwise Lightning begins it at its first batch.
 
     Raises:
         SetupError: arguments that are unknown, out of range or contradict each other.
@@ -117,6 +118,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         max_failures: int = 3,
         on_unrestorable: Literal["raise", "fresh"] = "raise",
         save_timeout: float = 1800.0,
+        exact_data: bool = True,
     ) -> None:
         self._given_dirpath = check_dirpath(dirpath)
         check_choice("mode", mode, ("min", "max"))
@@ -126,6 +128,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         check_number("max_failures", max_failures, least=1, whole=True)
         check_number("save_timeout", save_timeout, least=0.001)
         check_number("save_top_k", save_top_k, least=-1, whole=True)
+        check_choice("exact_data", exact_data, (True, False))
         slots.check_memory(memory)
         if monitor is None and save_top_k > 1:
             raise SetupError(f"save_top_k={save_top_k} ranks checkpoints, but there is no monitor= to rank them by.")
@@ -153,6 +156,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         self.max_failures = max_failures
         self.on_unrestorable = on_unrestorable
         self.save_timeout = save_timeout
+        self.exact_data = exact_data
         self.keep = self._the_keep(keep)
         self.ranking = Ranking(monitor, mode) if monitor is not None else None
         if monitor is not None and mode == "min" and any(word in monitor.lower() for word in ("acc", "auroc", "f1")):
@@ -173,6 +177,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         self._committed: dict[str, Manifest] = {}
         self._validation_metrics: set[str] = set()
         self._validated_at = -1
+        self._overdue: Save | None = None
 
     def _the_keep(self, keep: Keep | None) -> Keep:
         if keep is None:
@@ -243,6 +248,7 @@ class ResilientCheckpoint(ModelCheckpoint):
             return
         self._session = session = Session.join(trainer, memory=self.memory, timeout=self.save_timeout)
         session.on_unrestorable = self.on_unrestorable
+        session.exact_data &= self.exact_data
         self.dirpath = self._agree_on_folder(trainer, session)
         if stage != "fit" and not last_is_wanted:
             return
@@ -426,6 +432,10 @@ class ResilientCheckpoint(ModelCheckpoint):
     def _hear(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take note of the saves that ended since the last batch."""
         assert self._session is not None
+        late = self._session.engine.overdue
+        if late is not None and late is not self._overdue:
+            self._overdue = late
+            log.warning("event=hang step=%d reason='the storage does not answer; no save is possible'", late.step)
         for save in self._session.finished(self._folder):
             error = save.committed.exception()
             if error is not None:
@@ -493,11 +503,18 @@ class ResilientCheckpoint(ModelCheckpoint):
 
     def _wait(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Until the save under way has ended on all ranks."""
-        assert self._session is not None
-        self._session.engine.drain(self.save_timeout + 60)
+        session = self._session
+        assert session is not None
+        done = session.engine.drain(self.save_timeout + OVERDUE)
         self._hear(trainer, pl_module)
-        saved = self._session.ranks.any_max(self._saved_at is None)[0]
-        if saved:
+        hangs, failed = session.ranks.any_max(not done, self._saved_at is None)
+        if hangs:
+            raise SaveFailed(
+                f"The storage behind {str(self.dirpath)!r} does not answer: a save has been under way for more than"
+                f" {self.save_timeout:.0f} s.",
+                hint="Earlier checkpoints are untouched: start again with ckpt_path='last' once it does.",
+            )
+        if failed:
             self._saved_at = None
 
     @override

@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -69,6 +70,9 @@ class Loop(Protocol):
     def at_epoch_start(self) -> bool:
         """Whether the next training batch is the first of an epoch."""
 
+    def begin_reading(self) -> None:
+        """Make the iterators of the training loaders."""
+
 
 class DataPosition:
     """This rank's place in its training data: tells it for a save, and guides the loaders to it after a resume."""
@@ -104,22 +108,16 @@ class DataPosition:
         return {**position, "count": 0, "passes": 0}
 
     def begun(self) -> None:
-        """The first epoch is about to begin: iterators made from now on start at the beginning at once."""
+        """The first batch is about to be read: make the iterators, where they begin."""
         self.undecided = False
+        self._loop.begin_reading()
         if self._saved is not None and not self._loop.at_epoch_start():
             self._loop.set_cycled(self._saved["cycled"])
+        self._saved = None
 
     def exact(self) -> bool:
         """Whether every training loader continues at the right batch."""
         return all(track_of(loader) is not None for loader in self._loop.train_loaders())
-
-
-class _Tracked:
-    """What a tracked loader's class adds to the user's."""
-
-    def __iter__(self) -> Iterator[Any]:
-        track: Track = getattr(self, _ATTRIBUTE)
-        return track.begin(super().__iter__)  # type: ignore[misc]
 
 
 def track(loader: Any, guide: Guide) -> Any:
@@ -127,8 +125,13 @@ def track(loader: Any, guide: Guide) -> Any:
     if getattr(loader, _ATTRIBUTE, None) is not None or not hasattr(type(loader), "__iter__"):
         return loader
     cls = type(loader)
+
+    def begin(self: Any) -> Iterator[Any]:
+        found: Track = getattr(self, _ATTRIBUTE)
+        return found.begin(lambda: cls.__iter__(self))
+
     try:
-        loader.__class__ = type(cls.__name__, (_Tracked, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+        loader.__class__ = type(cls.__name__, (cls,), {"__iter__": begin, "__module__": cls.__module__})
     except TypeError:
         return loader
     vars(loader)[_ATTRIBUTE] = Track(loader, guide)
@@ -151,20 +154,24 @@ class Track:
         self.start: dict[str, Any] | None = None
         self.workers: dict[int, bytes] = {}
         self._before: tuple[Any, ...] | None = None
+        self._reads_ahead = sized_len(loader) is None  # Lightning reads one more batch, to know which is the last
 
     # -- while training -----------------------------------------------------------------------------------------------
 
     def begin(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """A new iterator, at the beginning or where the guide says."""
+        """A new iterator, at the beginning or where the guide says; an empty one as long as that is undecided."""
         if self._guide.undecided:
-            return _Batches(self, None, lambda: self._make(make, self._guide.position_of(self._loader)))
-        return _Batches(self, self._make(make, None), None)
+            return iter(())
+        position = self._guide.position_of(self._loader)
+        return _Batches(self, self._make(make, position), position)
 
     def before_batch(self) -> None:
         """A batch is about to be read."""
         if self.start is None:
             self.start = self._generators()
-        self._before = (self.passes, self.count, self.start, dict(self.workers), self._own_state(ahead=True))
+        read_with = run_state.capture() if self._reads_ahead and not _workers(self._loader) else None
+        own = self._own_state() if self._reads_ahead else None
+        self._before = (self.passes, self.count, self.start, dict(self.workers), own, read_with)
 
     def after_batch(self, batch: Any) -> Any:
         """A batch has been read; returns it without what a worker added."""
@@ -180,8 +187,11 @@ class Track:
         Args:
             ahead: how many batches have been read and not trained on, 0 or 1.
         """
-        now = (self.passes, self.count, self.start, self.workers, self._own_state(ahead=False))
-        passes, count, start, workers, own = self._before if ahead and self._before is not None else now
+        if ahead and self._before is not None:
+            passes, count, start, workers, own, read_with = self._before
+        else:
+            passes, count, start, workers, own = self.passes, self.count, self.start, self.workers, self._own_state()
+            read_with = None
         return {
             "passes": passes,
             "count": count,
@@ -189,6 +199,7 @@ class Track:
             "workers": dict(workers),
             "own": own,
             "parts": states_of(self._parts()),
+            "read_with": read_with,
             "generators": [generator.get_state() for generator in self._own_generators()],
         }
 
@@ -198,17 +209,13 @@ class Track:
             return {}
         return parts(getattr(self._loader, "dataset", None), getattr(self._loader, "collate_fn", None))
 
-    def _own_state(self, ahead: bool) -> Any:
-        """The loader's own state; only where it costs nothing when asked before every batch."""
-        if ahead or not has_state(self._loader):
-            return None
-        return self._loader.state_dict()
+    def _own_state(self) -> Any:
+        return self._loader.state_dict() if has_state(self._loader) else None
 
     # -- beginning ----------------------------------------------------------------------------------------------------
 
     def _make(self, make: Callable[[], Iterator[Any]], position: Position | None) -> Iterator[Any]:
         self.count, self.passes = 0, self.passes + 1
-        self.workers.clear()
         loader = self._loader
         if position is not None:
             self.passes = position["passes"]
@@ -226,29 +233,35 @@ class Track:
 
     def _plainly(self, make: Callable[[], Iterator[Any]], position: Position | None) -> Iterator[Any]:
         """From the beginning; workers that persist go on with their generators."""
-        self.start = self._generators() if _workers(self._loader) else None
-        states = (
-            position["workers"] if position is not None and getattr(self._loader, "persistent_workers", False) else {}
-        )
-        with self._equipped(states):
+        loader = self._loader
+        persist = bool(getattr(loader, "persistent_workers", False))
+        states = position["workers"] if position is not None and persist else {}
+        self.start = self._generators() if _workers(loader) else None
+        if self.start is not None:
+            self.start["again"] = persist and (bool(states) or loader._iterator is not None)
+        self.workers = dict(states) if position is not None else self.workers if persist else {}
+        with self._equipped(states, again=bool(states)):
             return iter(make())
 
     def _in_the_middle(self, make: Callable[[], Iterator[Any]], position: Position) -> Iterator[Any]:
         """After ``count`` batches, with the generators that the iterator began with; they are put back afterwards."""
-        count = position["count"]
+        count, loader = position["count"], self._loader
+        by_index = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+        goes_on = "dataset" in position["parts"] or _first_part(position["workers"], "dataset")
         now = run_state.capture()
-        run_state.restore(position["start"]["process"])
-        self._set_own_generators(position["start"]["own"])
         try:
-            if isinstance(self._loader, DataLoader) and not isinstance(self._loader.dataset, IterableDataset):
-                with self._equipped(position["workers"], skip=count):
-                    iterator = iter(make())
-                _draw_first(iterator)
-            else:
-                data_goes_on = "dataset" in position["parts"] or _first_part(position["workers"], "dataset")
-                with self._equipped(position["workers"] if data_goes_on else {}):
-                    iterator = iter(make())
-                for _ in itertools.islice(iterator, 0 if data_goes_on else count):
+            if _workers(loader):
+                self._as_at_the_start(position)
+            skip = count if by_index and _workers(loader) else 0
+            again = position["start"].get("again", False)
+            with self._equipped(position["workers"] if by_index or goes_on else {}, skip, again):
+                iterator = iter(make())
+            if not _workers(loader):
+                self._as_at_the_start(position)
+            if not goes_on and not skip:
+                # Without workers only the indices are read; what has none is read itself.
+                read = getattr(iterator, "_sampler_iter") if by_index else iterator  # noqa: B009  # torch's, private
+                for _ in itertools.islice(read, count):
                     pass
         finally:
             run_state.restore(now)
@@ -257,8 +270,14 @@ class Track:
         self.workers = dict(position["workers"])
         return iterator
 
+    def _as_at_the_start(self, position: Position) -> None:
+        """The generators as they were when the order was drawn: as the iterator was made; without workers, at its first
+        batch."""
+        run_state.restore(position["start"]["process"])
+        self._set_own_generators(position["start"]["own"])
+
     @contextmanager
-    def _equipped(self, states: dict[int, bytes], skip: int = 0) -> Iterator[None]:
+    def _equipped(self, states: dict[int, bytes], skip: int = 0, again: bool = False) -> Iterator[None]:
         """While an iterator is made: its workers send their generators along, begin with ``states``, and its sampler
         passes over ``skip`` batches."""
         loader = self._loader
@@ -267,11 +286,14 @@ class Track:
             return
         attributes = vars(loader)
         sampler = "batch_sampler" if attributes.get("batch_sampler") is not None else "sampler"
-        before = {name: attributes[name] for name in ("collate_fn", "worker_init_fn", sampler)}
+        before = {name: attributes[name] for name in ("collate_fn", "worker_init_fn", "generator", sampler)}
         if loader.num_workers:
             attributes["collate_fn"] = _Stamp(loader.collate_fn)
             if states:
                 attributes["worker_init_fn"] = _Init(loader.worker_init_fn, attributes["collate_fn"], states)
+        if again:
+            # Workers that persisted were not seeded anew for this epoch, so that seed is not drawn from the run's.
+            attributes["generator"] = torch.Generator()
         if skip:
             attributes[sampler] = _Skip(attributes[sampler], skip)
         try:
@@ -341,22 +363,28 @@ def _workers(loader: Any) -> int:
 
 
 class _Batches:
-    """A loader's iterator, counted; made when its first batch is wanted if it was not made before."""
+    """A loader's iterator, counted."""
 
-    def __init__(self, track: Track, iterator: Iterator[Any] | None, make: Callable[[], Iterator[Any]] | None) -> None:
+    def __init__(self, track: Track, iterator: Iterator[Any], position: Position | None) -> None:
         self._track = track
         self._iterator = iterator
-        self._make = make
+        self._read_with = position["read_with"] if position is not None and position["count"] else None
 
     def __iter__(self) -> _Batches:
         return self
 
     def __next__(self) -> Any:
-        if self._iterator is None:
-            assert self._make is not None
-            self._iterator = self._make()
         self._track.before_batch()
-        return self._track.after_batch(next(self._iterator))
+        if self._read_with is None:
+            return self._track.after_batch(next(self._iterator))
+        # The first batch was read ahead of the step that was saved, with the generators of that time.
+        now = run_state.capture()
+        run_state.restore(self._read_with)
+        self._read_with = None
+        try:
+            return self._track.after_batch(next(self._iterator))
+        finally:
+            run_state.restore(now)
 
     def __len__(self) -> int:
         return len(self._track._loader)
@@ -370,32 +398,16 @@ class _Skip:
         self._count = count
 
     def __iter__(self) -> Iterator[Any]:
+        # A generator, so that nothing happens before the first batch is asked for: iterators are made and thrown away,
+        # and the sampler draws its order after the workers' seed was drawn.
         count, self._count = self._count, 0
-        # Lazily, as the sampler itself is: it draws its order when first asked, after the workers' seed was drawn.
-        return itertools.islice(_restart(self._sampler), count, None)
+        yield from itertools.islice(self._sampler, count, None)
 
     def __len__(self) -> int:
         return len(self._sampler)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_sampler"], name)
-
-
-def _restart(sampler: Any) -> Iterator[Any]:
-    yield from sampler
-
-
-def _draw_first(iterator: Any) -> None:
-    """Let the sampler of an iterator without workers draw its order now, while the generators are as they were."""
-    sampler_iter = getattr(iterator, "_sampler_iter", None)
-    if sampler_iter is None or isinstance(iterator, _MultiProcessingDataLoaderIter):
-        return
-    try:
-        first = next(sampler_iter)
-    except StopIteration:
-        iterator._sampler_iter = iter(())
-        return
-    iterator._sampler_iter = itertools.chain([first], sampler_iter)
 
 
 # -- in worker processes ----------------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ is dropped on all of them, nothing of it stays, and the checkpoints before it ar
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import threading
 import time
@@ -36,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_resilience import points, store
-from lightning_resilience.errors import ResilienceError, SaveFailed
+from lightning_resilience.errors import SaveFailed
 from lightning_resilience.manifest import (
     HEALTHY,
     MANIFEST,
@@ -48,7 +47,7 @@ from lightning_resilience.manifest import (
     rank_file,
     shard_file,
 )
-from lightning_resilience.ranks import Board, Ranks, attempt, portable, raise_first
+from lightning_resilience.ranks import Board, Ranks, attempt, raise_first
 from lightning_resilience.retention import Keep, Ranking
 from lightning_resilience.shards import (
     FlatState,
@@ -62,8 +61,13 @@ from lightning_resilience.shards import (
 )
 from lightning_resilience.slots import Slot, SlotMemory, dump_objects
 from lightning_resilience.tiers import LocalTier
+from lightning_resilience.verdict import Verdict, describe
 
 log = logging.getLogger("lightning_resilience")
+
+
+OVERDUE = 60.0
+"""Seconds after its deadline at which a save that has not even failed is spoken of."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,7 @@ class Save:
     facts: Facts
     staged: Future[None] = field(default_factory=Future)
     committed: Future[Committed] = field(default_factory=Future)
+    began: float = field(default_factory=time.perf_counter)
     stall: float = 0.0
     persist: float = 0.0
 
@@ -205,7 +210,7 @@ class Engine:
         self._jobs: queue.SimpleQueue[_Job | Save | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._board: Board | None = None
-        self._verdict: _Verdict | None = None
+        self._verdict: Verdict | None = None
 
     # -- folders ------------------------------------------------------------------------------------------------------
 
@@ -373,6 +378,13 @@ class Engine:
         save = self._in_flight
         return save is None or bool(wait_for([save.committed], seconds).done)
 
+    @property
+    def overdue(self) -> Save | None:
+        """A save that its storage keeps from ending, long after it should have been dropped."""
+        save = self._in_flight
+        late = self.busy and save is not None and time.perf_counter() - save.began > self.timeout + OVERDUE
+        return save if late else None
+
     def close(self, seconds: float | None = None) -> None:
         """End the background work and give all memory back.  Not collective: rank 0 may leave only when all are
         done."""
@@ -424,7 +436,7 @@ class Engine:
             self._board = self.ranks.board()
         save, rank = job.save, self.ranks.rank
         tier, leads = save.folder.tier, rank in save.folder.leaders
-        verdict = _Verdict(self._board, f"{self.ranks.session}/{save.attempt}", self.ranks, leads, self.timeout)
+        verdict = Verdict(self._board, f"{self.ranks.session}/{save.attempt}", self.ranks, leads, self.timeout)
         if self._verdict is not None and rank == 0:
             self._verdict.clear()  # there would be no save now if any rank was not done with the one before
         self._verdict = verdict
@@ -469,7 +481,7 @@ class Engine:
         points.reach("persist.end")
         return written
 
-    def _commit(self, job: _Job, verdict: _Verdict, partial: str, name: str) -> None:
+    def _commit(self, job: _Job, verdict: Verdict, partial: str, name: str) -> None:
         """As leader of a folder: the manifest, then the rename.  Rank 0 goes last, so that its word covers every
         folder."""
         save, tier = job.save, job.save.folder.tier
@@ -517,140 +529,6 @@ class Engine:
             log.warning("event=retain folder=%s error=%r", folder.tier.root, error)
 
 
-class _Verdict:
-    """What the ranks tell each other about one save, in the order of the methods.
-
-    Every key is written once, with its value or with the failure that made it impossible, so that a wait is for one
-    key only.  ``reports`` is where it is decided, in one atomic write: the last rank to report lets the save go on, the
-    first one to fail or to run out of time drops it.  Once it goes on, only rank 0 can still drop it, and the others
-    wait for its word without a deadline, because their files may be part of a checkpoint by then.
-
-    Args:
-        board: a connection of this thread's own.
-        prefix: of the keys of this save.
-        ranks: who takes part.
-        leads: whether this rank commits a folder.
-        timeout: seconds until the save is dropped.
-    """
-
-    def __init__(self, board: Board, prefix: str, ranks: Ranks, leads: bool, timeout: float) -> None:
-        self._board = board
-        self._prefix = prefix
-        self._rank = ranks.rank
-        self._world_size = ranks.world_size
-        self._leads = leads
-        self._reported = False
-        self._timeout = timeout
-        self._deadline = time.monotonic() + timeout
-
-    def _key(self, *parts: object) -> str:
-        return "/".join(map(str, (self._prefix, *parts)))
-
-    def _put(self, value: object, *parts: object) -> Any:
-        """Write a key, unless somebody was first; what stands there now."""
-        return self._board.put_once(self._key(*parts), value)
-
-    def _wait(self, *parts: object, deadline: float | None = None) -> Any:
-        """The value of a key; raises the failure that stands in its place, or one without a rank when time is up."""
-        try:
-            left = (self._deadline if deadline is None else deadline) - time.monotonic()
-            value = self._board.wait(self._key(*parts), left)
-        except TimeoutError as error:
-            raise SaveFailed(
-                f"Not every rank finished its part of the save within {self._timeout:.0f} s{self._late()}.",
-                stage="commit",
-                hint="Raise save_timeout= if the storage is that slow.",
-            ) from error
-        if isinstance(value, BaseException):
-            raise value
-        return value
-
-    def _late(self) -> str:
-        with suppress(Exception):
-            late = [str(rank) for rank in range(self._world_size) if not self._board.has(self._key("files", rank))]
-            return f" (rank {', '.join(late)})" if late and self._world_size > 1 else ""
-        return ""
-
-    def name(self, name: str) -> None:
-        self._put(name, "name")
-
-    def wait_name(self) -> str:
-        return str(self._wait("name"))
-
-    def report(self, files: list[FileEntry]) -> None:
-        self._reported = True
-        self._put(files, "files", self._rank)
-        if self._board.count(self._key("count")) == self._world_size:
-            self._put(True, "reports")
-
-    def wait_reports(self) -> None:
-        try:
-            self._wait("reports")
-        except SaveFailed as error:
-            if error.rank is not None:
-                raise
-            stands = self._put(self._signed("commit", error), "reports")
-            if isinstance(stands, BaseException):
-                raise stands from error
-
-    def reported(self, rank: int) -> list[FileEntry]:
-        files: list[FileEntry] = self._wait("files", rank)
-        return files
-
-    def hand_over(self, manifest: Manifest, files: dict[str, bytes]) -> None:
-        self._put((manifest, files), "copies")
-
-    def take_over(self) -> tuple[Manifest, dict[str, bytes]]:
-        manifest, files = self._wait("copies")
-        return manifest, files
-
-    def folder_done(self) -> None:
-        self._put(True, "folder", self._rank)
-
-    def wait_folder(self, rank: int) -> None:
-        self._wait("folder", rank)
-
-    def commit(self, manifest: Manifest) -> None:
-        self._put(manifest, "committed")
-
-    def wait_commit(self) -> Manifest:
-        manifest: Manifest = self._wait("committed", deadline=math.inf)
-        return manifest
-
-    def fail(self, stage: str, error: BaseException) -> tuple[BaseException, bool]:
-        """Drop the save on all ranks, as far as this rank has a say in it still.
-
-        Returns:
-            The failure that all go by, and whether the save is dropped for certain.  It is not where the board is lost
-            after this rank reported: rank 0 may have committed it.
-        """
-        is_verdict = isinstance(error, SaveFailed) and error.rank is not None
-        if not is_verdict:
-            error = self._signed(stage, error)
-        try:
-            stands = self._put(error, "reports")
-            of_folder = self._put(error, "folder", self._rank)
-            for key in ("name", "copies", "committed") if self._rank == 0 else ():
-                self._put(error, key)
-        except Exception:
-            return error, is_verdict or not self._reported
-        if isinstance(stands, BaseException):
-            return stands, True
-        return error, is_verdict or (self._leads and isinstance(of_folder, BaseException))
-
-    def _signed(self, stage: str, error: BaseException) -> BaseException:
-        """The failure as the other ranks get to see it."""
-        by = f"Rank {self._rank}: " if self._world_size > 1 else ""
-        hint = getattr(error, "hint", "")
-        return portable(SaveFailed(f"{by}{_describe(error)}", rank=self._rank, stage=stage, hint=hint))
-
-    def clear(self) -> None:
-        """Take everything off the board; nobody asks for it any more."""
-        of_ranks = [self._key(what, rank) for what in ("files", "folder") for rank in range(self._world_size)]
-        with suppress(Exception):
-            self._board.forget(*of_ranks, *map(self._key, ("name", "count", "reports", "copies", "committed")))
-
-
 def _share_out_or_raise(plans: list[Any]) -> GlobalPlan:
     raise_first(plans)
     return share_out(plans)
@@ -669,14 +547,8 @@ def _close(slots: list[Slot]) -> None:
         slot.close()
 
 
-def _describe(error: BaseException) -> str:
-    if isinstance(error, ResilienceError):
-        return error.message
-    return f"{type(error).__name__}: {error}"
-
-
 def _as_save_failed(error: BaseException, step: int, rank: int) -> SaveFailed:
-    message = f"The save of step {step} was dropped: {_describe(error)}"
+    message = f"The save of step {step} was dropped: {describe(error)}"
     of_rank = error.rank if isinstance(error, SaveFailed) else rank
     stage = error.stage if isinstance(error, SaveFailed) else ""
     failure = SaveFailed(message, step=step, rank=of_rank, stage=stage, hint=getattr(error, "hint", ""))

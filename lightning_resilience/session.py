@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -395,6 +396,7 @@ class Session:
         self._generators = lambda: run_state.restore(state)
         if self.exact_data and (saved := state.get("data")) is not None:
             self.data.go_to(saved)
+            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
             # Rank 0's position of loaders with a state of their own; each rank has its own.
             self._loaded.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)
 

@@ -15,6 +15,7 @@ saved.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -524,7 +525,20 @@ class Doorway:
     def at_epoch_start(self) -> bool:
         """Whether the next training batch is the first of an epoch."""
         progress = self.trainer.fit_loop.epoch_loop.batch_progress
-        return progress.current.ready == 0 or bool(progress.is_last_batch)
+        return bool(progress.current.ready == 0)
+
+    def begin_reading(self) -> None:
+        """Make the iterators of the training loaders, which at start-up were left empty."""
+        fit_loop, loop = self.trainer.fit_loop, self.trainer.fit_loop.epoch_loop
+        if loop.batch_progress.is_last_batch and loop.batch_progress.current.ready and fit_loop.max_batches == math.inf:
+            # Saved after the last batch of an epoch whose length nobody knows: Lightning would look for more of it.
+            loop.batch_progress.reset_on_run()
+            loop.scheduler_progress.reset_on_run()
+            loop.automatic_optimization.optim_progress.reset_on_run()
+            loop.val_loop.batch_progress.total.reset()
+        assert fit_loop._data_fetcher is not None
+        iter(fit_loop._data_fetcher)
+        fit_loop._data_fetcher.fetched += loop.batch_progress.current.ready
 
     @property
     def processes_training_data(self) -> bool:

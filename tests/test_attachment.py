@@ -15,14 +15,14 @@ import torch
 import yaml
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import DeepSpeedStrategy, SingleDeviceStrategy, Strategy
-from processes import run_alone, run_ranks
-from support import TinyModel, checkpoint_every, committed, data, make_trainer, settle, strategy
-from test_elastic import Recorder
 
 from lightning_resilience import EverySteps, ResilientCheckpoint, SetupError
 from lightning_resilience.agreement import Agreement
 from lightning_resilience.ranks import Ranks
 from lightning_resilience.strategies import PRIVATE_NAMES, family_of
+from processes import run_alone, run_ranks
+from support import TinyModel, checkpoint_every, committed, data, make_trainer, settle, strategy
+from test_elastic import Recorder
 
 
 @pytest.mark.parametrize("name", PRIVATE_NAMES)
@@ -32,9 +32,9 @@ def test_private_name_of_lightning_has_not_moved(name: str) -> None:
     *parents, attribute = path.split(".")
     for parent in parents:
         if parent == "__init__":
-            assert f"self.{attribute} " in inspect.getsource(owner.__init__) or f"self.{attribute}:" in inspect.getsource(
+            assert f"self.{attribute} " in inspect.getsource(
                 owner.__init__
-            )
+            ) or f"self.{attribute}:" in inspect.getsource(owner.__init__)
             return
         owner = getattr(owner, parent)
     assert hasattr(owner, attribute)
@@ -159,7 +159,7 @@ ARGUMENTS: dict[str, list[Any]] = {
     "monitor": ["val_loss", None],
     "verbose": [True],
     "save_last": [True, False, None, "link"],
-    "save_top_k": [2],
+    "save_top_k": [2, 1],
     "save_on_exception": [True],
     "save_weights_only": [True],
     "mode": ["max"],
@@ -183,6 +183,7 @@ ARGUMENTS: dict[str, list[Any]] = {
     "max_failures": [7],
     "on_unrestorable": ["fresh"],
     "save_timeout": [12.5],
+    "exact_data": [False, True],
 }
 
 

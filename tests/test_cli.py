@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from on_disk import FILES, begin, flip, save, stock_folder, tree
 
 from lightning_resilience import cli
 from lightning_resilience._version import __version__
 from lightning_resilience.manifest import MANIFEST, WEIGHTS_ONLY, digest
 from lightning_resilience.tiers import LocalTier
+from on_disk import FILES, begin, flip, save, stock_folder, tree
 
 NOW = datetime(2026, 11, 29, 18, 30, tzinfo=timezone.utc)
 COMMANDS = ("ls", "show", "verify")

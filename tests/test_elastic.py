@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run_ranks
-from support import FEATURES, TinyModel, checkpoint_every, data, make_trainer, strategy
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from lightning_resilience.reader import canonical
 from lightning_resilience.strategies import family_of
+from processes import run_ranks
+from support import FEATURES, TinyModel, checkpoint_every, data, make_trainer, strategy
 
 
 class Recorder(TinyModel):

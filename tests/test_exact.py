@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from support import FEATURES, TinyModel, checkpoint_every, make_trainer, settle
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
+
+from support import FEATURES, TinyModel, checkpoint_every, make_trainer, settle
 
 SAMPLES, BATCH = 22, 4
 

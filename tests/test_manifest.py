@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from on_disk import manifest
 
 from lightning_resilience.errors import CheckpointCorrupt, CheckpointIncompatible, ResilienceError
 from lightning_resilience.manifest import FileEntry, Manifest, digest, rank_file, shard_file
+from on_disk import manifest
 
 SHARD = FileEntry("__0_0.distcp", 123, digest(b"content"), rank=0)
 OLD_SHARD = FileEntry("__1_0.distcp", 45, digest(b"other"), rank=1, at="step=50.ckpt")

@@ -8,11 +8,11 @@ import random
 from dataclasses import replace
 
 import pytest
-from on_disk import manifest
 
 from lightning_resilience.errors import SetupError
 from lightning_resilience.manifest import HEALTHY, SUSPECT, WEIGHTS_ONLY, Manifest
 from lightning_resilience.retention import PINNED, Keep, Ranking, judge
+from on_disk import manifest
 
 NAN, INF = math.nan, math.inf
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from on_disk import FILES, begin, crash_at, dies_before, flip, listening, manifest, save, stock_folder, tree
 
 from lightning_resilience import store, tiers
 from lightning_resilience.errors import (
@@ -22,6 +21,7 @@ from lightning_resilience.errors import (
 from lightning_resilience.manifest import MANIFEST, FileEntry, digest
 from lightning_resilience.retention import Keep, Ranking
 from lightning_resilience.tiers import LocalTier, local_path
+from on_disk import FILES, begin, crash_at, dies_before, flip, listening, manifest, save, stock_folder, tree
 
 
 @pytest.fixture

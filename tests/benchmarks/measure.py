@@ -14,7 +14,7 @@ import shutil
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,8 +41,8 @@ class Config:
         tensors: number of tensors in it.
         routes: names of routes.
         rounds: how often everything is measured.
-        steady: saves after the first and the second, in each round; what a route sets up once, such as the second of two
-            buffers, is there by then.
+        steady: saves after the first and the second, in each round; what a route sets up once, such as the second of
+            two buffers, is there by then.
         steps: training steps before, and at least as many after, a save during training; 0 for no training.
     """
 
@@ -62,10 +62,9 @@ def measure(config: Config) -> Samples:
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     dist.init_process_group("gloo")
-    try:
-        return _Measurement(config).run()
-    finally:
-        dist.destroy_process_group()
+    samples = _Measurement(config).run()
+    dist.destroy_process_group()
+    return samples
 
 
 class _Measurement:
@@ -102,25 +101,32 @@ class _Measurement:
         dist.barrier()
         route = ROUTES[name](folder, self.state)
         try:
-            for which in ("first", "second", *["steady"] * self.config.steady):
-                if route.saves:
-                    route.forget()
-                stall, durable = self._save(route)
-                samples[f"{which} stall"].append(stall)
-                samples["first durable" if which == "first" else "durable"].append(durable)
-            samples["memory"].append(memory.peak())
-            self._restore(route, samples, check)
-            route.forget()
-            if self.config.steps:
-                self._train(route, samples)
-                route.forget()
-        finally:
-            route.close()
-            dist.barrier()
-            if self.rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
+            self._measure_open_route(route, samples, memory, check)
+        except BaseException:
+            route.abandon()  # without the other ranks, which may be anywhere
+            raise
+        route.close()
+        dist.barrier()
+        if self.rank == 0:
+            shutil.rmtree(folder)
         del route
         give_memory_back()
+
+    def _measure_open_route(
+        self, route: Route, samples: dict[str, list[float]], memory: PeakMemory, check: bool
+    ) -> None:
+        for which in ("first", "second", *["steady"] * self.config.steady):
+            if route.saves:
+                route.forget()
+            stall, durable = self._save(route)
+            samples[f"{which} stall"].append(stall)
+            samples["first durable" if which == "first" else "durable"].append(durable)
+        samples["memory"].append(memory.peak())
+        self._restore(route, samples, check)
+        route.forget()
+        if self.config.steps:
+            self._train(route, samples)
+            route.forget()
 
     def _save(self, route: Route) -> tuple[float, float]:
         dist.barrier()
@@ -199,12 +205,17 @@ class PeakMemory:
 
     def peak(self) -> float:
         peak = _status(os.getpid()).get("VmHWM", float("nan")) - self._before
-        for task in Path("/proc/self/task").iterdir():
-            for child in (task / "children").read_text().split():
-                status = _status(int(child))
-                # What it shares with this process is counted there.
-                peak += status.get("VmHWM", 0) - status.get("RssShmem", 0)
+        for child in _children():
+            status = _status(child)
+            # What it shares with this process is counted there.
+            peak += status.get("VmHWM", 0) - status.get("RssShmem", 0)
         return peak
+
+
+def _children() -> Iterator[int]:
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # a thread may end meanwhile
+            yield from map(int, (task / "children").read_text().split())
 
 
 def _status(pid: int) -> dict[str, float]:

@@ -75,6 +75,9 @@ class Route(ABC):
     def close(self) -> None:  # noqa: B027
         """Give back what the route holds."""
 
+    def abandon(self) -> None:  # noqa: B027
+        """Give back what would outlive the process.  Not collective: this rank has failed."""
+
 
 class LightningResilience(Route):
     """This package's engine, as the callback uses it."""
@@ -136,6 +139,9 @@ class LightningResilience(Route):
         self.engine.close()
         dist.barrier()
         self.ranks.close()
+
+    def abandon(self) -> None:
+        self.engine.close(0)
 
 
 class TorchSave(Route):

@@ -41,6 +41,7 @@ sys.path[0] = str(TESTS)
 
 from benchmarks.measure import Config, Samples, measure  # noqa: E402
 from benchmarks.routes import ROUTES  # noqa: E402
+from lightning_resilience.slots import SlotMemory  # noqa: E402
 from processes import run_ranks  # noqa: E402
 
 SLOW_TO_START = "dcp.async-process"
@@ -77,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print_overhead(run)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        SlotMemory().close()  # sweeps what ranks that were killed left in memory
     if options.json is not None:
         options.json.write_text(json.dumps(document, indent=1) + "\n")
 
@@ -127,7 +129,7 @@ def measure_ranks(
             measure,
             config,
             world_size=ranks,
-            timeout=3600,
+            timeout=900,
             env={"OMP_NUM_THREADS": str(options.threads), "PYTHONPATH": path},
         )
     samples = slowest(results)
