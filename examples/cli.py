@@ -6,8 +6,9 @@ python examples/cli.py fit --config examples/config.yaml --trainer.max_steps 400
 
 from __future__ import annotations
 
-from gpt import GPT, SourceText
 from lightning.pytorch.cli import LightningCLI
+
+from gpt import GPT, SourceText
 
 if __name__ == "__main__":
     # overwrite: a restarted job finds the config.yaml of its first start; without this LightningCLI refuses to go on.

@@ -16,9 +16,9 @@ from typing import Any
 
 import lightning as L
 import torch
-from gpt import GPT, SourceText
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
 
+from gpt import GPT, SourceText
 from lightning_resilience import EverySeconds, ResilientCheckpoint
 
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from gpt import GPT, SourceText
 
+from gpt import GPT, SourceText
 from lightning_resilience import EverySteps, ResilientCheckpoint
 
 STEPS, SAVE_EVERY, KILL_AFTER = 100, 20, 71
@@ -48,7 +48,7 @@ class Losses(L.Callback):
     """Appends each step's loss to a file, and kills the process after a step."""
 
     def __init__(self, file: Path, kill_after: int | None) -> None:
-        self.file = open(file, "a", buffering=1)
+        self.file = open(file, "a", buffering=1)  # noqa: SIM115  # closed when the process ends, however it does
         self.kill_after = kill_after
 
     def on_train_batch_end(
@@ -99,7 +99,7 @@ def main(root: Path, steps: int, kill_after: int) -> int:
     resumed_from = trained[killed_at + 1][0] - 1
     interrupted, uninterrupted = dict(trained), dict(losses(whole))
     print(
-        f"\nKilled after step {kill_after}, resumed from step {resumed_from}: {lost} steps were lost and trained again.\n"
+        f"\nKilled after step {kill_after}, resumed from step {resumed_from}: {lost} steps lost, and trained again.\n"
     )
     print("     step   loss, interrupted   loss, left alone")
     shown = {1, resumed_from - 1, resumed_from, resumed_from + 1, resumed_from + 2, kill_after, kill_after + 1, steps}

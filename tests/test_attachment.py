@@ -1,4 +1,4 @@
-"""The doorway into Lightning: the private names it relies on, the strategies it takes and refuses, and ways to launch."""
+"""The doorway into Lightning: the private names it relies on, strategies it takes and refuses, and ways to launch."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class Foreign(Strategy):
 
 def test_strategies_that_cannot_be_served_are_refused_with_what_to_use() -> None:
     deepspeed = object.__new__(DeepSpeedStrategy)
-    with pytest.raises(SetupError, match="DeepSpeedStrategy.*use FSDPStrategy"):
+    with pytest.raises(SetupError, match=r"DeepSpeedStrategy.*use FSDPStrategy"):
         family_of(deepspeed)
-    with pytest.raises(SetupError, match="XLAStrategy.*not supported"):
+    with pytest.raises(SetupError, match=r"XLAStrategy.*not supported"):
         family_of(type("XLAStrategy", (Foreign,), {})())
-    with pytest.raises(SetupError, match="does not know Foreign.*Use a single device"):
+    with pytest.raises(SetupError, match=r"does not know Foreign.*Use a single device"):
         family_of(Foreign())
     assert family_of(Unknown(torch.device("cpu"))).prefix == "model"
 
@@ -115,7 +115,7 @@ def test_nodes_with_disks_of_their_own_commit_and_resume_together(tmp_path: Path
 
 @pytest.mark.ranks
 def test_node_whose_disk_lost_everything_takes_the_run_back_to_what_is_whole(tmp_path: Path) -> None:
-    """Without a second copy of a shard there is no step that all ranks can restore: an error that says so, not a fresh start."""
+    """Without a second copy of a shard no step can be restored on all ranks: an error says so; no fresh start."""
     import shutil
 
     run_ranks(fit_on_local_disks, tmp_path, "ddp", 4)

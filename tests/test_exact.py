@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -130,10 +131,8 @@ def run(folder: Path, make: Callable[[], Any], stops: list[int | None], **kwargs
             random.seed(7)
             np.random.seed(7)
         trainer = make_trainer(folder, checkpoint_every(folder / "run", 1), settle(), **({"max_epochs": 3} | kwargs))
-        try:
+        with suppress(Stop):
             trainer.fit(model, make(), ckpt_path="last")
-        except Stop:
-            pass
         seen += model.seen
     model.seen = seen
     return model

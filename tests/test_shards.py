@@ -1,4 +1,4 @@
-"""Planning and layout: who writes what, and that what was laid out is what ``torch.save`` and DCP would have written."""
+"""Planning and layout: who writes what, and that the layout is what ``torch.save`` and DCP would have written."""
 
 from __future__ import annotations
 
