@@ -98,9 +98,7 @@ def main(root: Path, steps: int, kill_after: int) -> int:
     killed_at = next(i for i, (step, _) in enumerate(trained) if step == kill_after)
     resumed_from = trained[killed_at + 1][0] - 1
     interrupted, uninterrupted = dict(trained), dict(losses(whole))
-    print(
-        f"\nKilled after step {kill_after}, resumed from step {resumed_from}: {lost} steps lost, and trained again.\n"
-    )
+    print(f"\nKilled after step {kill_after}, resumed from step {resumed_from}: {lost} steps lost and trained again.\n")
     print("     step   loss, interrupted   loss, left alone")
     shown = {1, resumed_from - 1, resumed_from, resumed_from + 1, resumed_from + 2, kill_after, kill_after + 1, steps}
     for step in sorted(shown & uninterrupted.keys()):

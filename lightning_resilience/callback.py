@@ -343,7 +343,8 @@ class ResilientCheckpoint(ModelCheckpoint):
             return
         self._validation_metrics |= set(trainer.callback_metrics) - self._metrics_before_validation
         self._validated_at = trainer.global_step
-        if not self._should_save_on_train_epoch_end(trainer):
+        put_off = self._reason and not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        if put_off or not self._should_save_on_train_epoch_end(trainer):
             self._save_with_metrics(trainer)
 
     @override

@@ -15,7 +15,8 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
 
-from support import FEATURES, TinyModel, checkpoint_every, make_trainer, settle
+from forks import run_forks
+from support import FEATURES, TinyModel, checkpoint_every, make_trainer, settle, strategy
 
 SAMPLES, BATCH = 22, 4
 
@@ -153,3 +154,114 @@ def test_samples_losses_and_weights_go_on_bit_for_bit(tmp_path: Path, name: str)
     for stops in ([1], [batches - 1], [batches], [batches + 2], [2, batches + 1, 2 * batches + 1]):
         where = tmp_path / "-".join(map(str, stops))
         assert_same(run(where, LOADERS[name], [*stops, None]), reference)
+
+
+def test_what_was_trained_on_is_not_loaded_again(tmp_path: Path) -> None:
+    Augmented.loaded = 0
+    run(tmp_path, LOADERS["shuffled"], [3], max_epochs=1)
+    before = Augmented.loaded
+    run(tmp_path, LOADERS["shuffled"], [None], max_epochs=1)
+    assert Augmented.loaded - before == SAMPLES - 3 * BATCH
+
+
+class OwnLoader(DataLoader[Any]):
+    """A user's subclass."""
+
+
+def test_loader_stays_what_the_user_made_it(tmp_path: Path) -> None:
+    own = OwnLoader(Augmented(), batch_size=BATCH)
+    trainer = make_trainer(tmp_path, checkpoint_every(tmp_path / "run", 2))
+    trainer.fit(Recording(), own)
+    assert trainer.train_dataloader is own
+    assert isinstance(own, OwnLoader)
+    assert type(own).__name__ == "OwnLoader"
+    assert len(own) == 6
+    assert len(list(own)) == 6  # it can be read outside of the Trainer, again and again
+    assert len(list(own)) == 6
+
+
+class Remembering(DataLoader[Any]):
+    """A loader with a state of its own, as torchdata's StatefulDataLoader has."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.at = 0
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for index in range(self.at, len(self)):
+            self.at = index + 1
+            yield self.collate_fn([self.dataset[i] for i in range(index * BATCH, min((index + 1) * BATCH, SAMPLES))])
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class TouchesTheLength(Recording):
+    """Asks for the number of steps while optimizers are configured, which makes the loaders early."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize("model", [Recording, TouchesTheLength])
+@pytest.mark.parametrize("make", [lambda: Remembering(Augmented(), batch_size=BATCH), LOADERS["shuffled"]])
+def test_place_is_kept_also_when_loaders_are_made_early(
+    tmp_path: Path, model: type[Recording], make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "Recording", model)
+    reference = run(tmp_path / "whole", make, [None])
+    assert_same(run(tmp_path / "broken", make, [2, 8, None]), reference)
+
+
+class Masking:
+    """A collate function with a state: how often it was called decides what it masks."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        self.calls += 1
+        batch = torch.utils.data.default_collate(samples)
+        batch["x"][:, self.calls % FEATURES] = 0
+        return batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_preprocessing_with_a_state_goes_on(tmp_path: Path, workers: int) -> None:
+    def make() -> Any:
+        return loader(shuffle=True, collate_fn=Masking(), num_workers=workers)
+
+    reference = run(tmp_path / "whole", make, [None])
+    assert_same(run(tmp_path / "broken", make, [3, 9, None]), reference)
+
+
+def on_ranks(folder: Path, name: str, workers: int) -> tuple[bool, int]:
+    """Whether an interrupted run on these ranks is the same as one that was not."""
+
+    def make() -> Any:
+        return loader(shuffle=True, num_workers=workers)
+
+    settings: dict[str, Any] = {"strategy": strategy(name, 2), "devices": 2}
+    reference = run(folder / "whole", make, [None], **settings)
+    settings["strategy"] = strategy(name, 2)
+    first = run(folder / "broken", make, [2], **settings)
+    settings["strategy"] = strategy(name, 2)
+    second = run(folder / "broken", make, [None], **settings)
+    return first.seen + second.seen == reference.seen, len(reference.seen)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("name", "workers"), [("ddp", 0), ("ddp", 2), ("fsdp2", 0), ("fsdp", 0)])
+def test_every_rank_goes_on_at_its_own_samples(tmp_path: Path, name: str, workers: int) -> None:
+    assert run_forks(on_ranks, tmp_path, name, workers) == [(True, 9)] * 2

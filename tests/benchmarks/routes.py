@@ -49,7 +49,8 @@ class Route(ABC):
         self.start()
 
     def forget(self) -> None:
-        """Delete the newest checkpoint, which must be durable."""
+        """Delete the newest checkpoint, once no rank uses it any more."""
+        dist.barrier()
         if self.rank == 0:
             shutil.rmtree(self.path) if self.path.is_dir() else self.path.unlink(missing_ok=True)
 
