@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from forks import run_forks as run_ranks
 from lightning_resilience.reader import canonical
 from lightning_resilience.strategies import family_of
-from processes import run_ranks
 from support import FEATURES, TinyModel, checkpoint_every, data, make_trainer, strategy
 
 

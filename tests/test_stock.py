@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from processes import run_ranks
+from forks import run_forks as run_ranks
 from support import CPUFSDPStrategy, TinyModel, checkpoint_every, data, make_trainer, strategy
 from test_elastic import Recorder, whole_state
 
