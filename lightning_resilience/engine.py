@@ -54,6 +54,7 @@ from lightning_resilience.shards import (
     GlobalPlan,
     Layout,
     State,
+    collector_paused,
     lay_out,
     metadata_bytes,
     plan_locally,
@@ -204,6 +205,7 @@ class Engine:
         self.timeout = timeout
         self._memory = SlotMemory(memory, ranks.rank)
         self._plan: _Plan | None = None
+        self._unmapped: Slot | None = None  # the slot of the second save, whose pages the first one's thread maps
         self._in_flight: Save | None = None
         self._attempts = 0
         self._finished: queue.SimpleQueue[Save] = queue.SimpleQueue()
@@ -278,7 +280,8 @@ class Engine:
         save = self._in_flight = Save(facts.step, self._attempts, self.sequence, folder, facts)
         job = _Job(save, name, replace)
         try:
-            self._stage(job, snapshot)
+            with collector_paused():
+                self._stage(job, snapshot)
         except Exception as error:
             job.error = error
         else:
@@ -316,8 +319,10 @@ class Engine:
         if isinstance(snapshot.meta, Exception):
             raise snapshot.meta
         flat = FlatState.of(snapshot.state)
-        fingerprint = (flat.fingerprint(), frozenset(snapshot.identical))
-        holds = self._plan is not None and self._plan.fingerprint == fingerprint
+        identical = frozenset(snapshot.identical)
+        plan = self._plan
+        holds = plan is not None and plan.fingerprint[1] == identical and flat.matches(plan.fingerprint[0])
+        fingerprint = plan.fingerprint if plan is not None and holds else (flat.fingerprint(), identical)
         objects = dump_objects(self._plan.layout, flat) if self._plan is not None and holds else None
         return _Prepared(flat, fingerprint, objects)
 
@@ -347,6 +352,7 @@ class Engine:
         assert not isinstance(laid, BaseException)
         metadata = metadata_bytes(plan, everyone) if isinstance(plan, GlobalPlan) else b""  # type: ignore[arg-type]
         self._plan = _Plan(prepared.fingerprint, laid[0], metadata, laid[1])
+        self._unmapped = laid[1][0]
 
     def _allocate(self, layout: Layout) -> tuple[Layout, list[Slot]]:
         return layout, self._memory.allocate(layout)
@@ -429,6 +435,9 @@ class Engine:
                 save.persist = time.perf_counter() - begin
                 self._finished.put(save)
                 save.committed.set_result(committed)
+                if self._unmapped is not None:
+                    self._unmapped.populate()
+                    self._unmapped = None
 
     def _persist(self, job: _Job) -> Committed:
         """Write this rank's files, then see the save through to its verdict."""

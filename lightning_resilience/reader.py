@@ -32,6 +32,7 @@ from torch.futures import Future
 
 from lightning_resilience.errors import CheckpointCorrupt, CheckpointIncompatible
 from lightning_resilience.manifest import METADATA
+from lightning_resilience.shards import collector_paused
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(?:\.|$)")
 _LOCAL_HEADER = b"PK\x03\x04"
@@ -70,7 +71,8 @@ class CheckpointReader(StorageReader):
         self._plain = plain
         path = locate(METADATA)
         try:
-            self.metadata = _canonical_metadata(pickle.loads(path.read_bytes()))
+            with collector_paused():
+                self.metadata = _canonical_metadata(pickle.loads(path.read_bytes()))
         except Exception as error:
             raise CheckpointCorrupt(f"{path} cannot be read: {type(error).__name__}: {error}.") from error
         self.paths: dict[str, tuple[str | int, ...]] = self.metadata.planner_data or {
@@ -105,7 +107,8 @@ class CheckpointReader(StorageReader):
         """
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(targets), self.metadata)
-        self.read_data(planner.create_local_plan(), planner)
+        with collector_paused():
+            self.read_data(planner.create_local_plan(), planner)
 
     def _tensor(self, key: str) -> TensorStorageMetadata:
         entry = self.metadata.state_dict_metadata[key]

@@ -19,12 +19,14 @@ the manifest has a digest of the whole file.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import io
 import itertools
 import math
+import operator
 import pickle
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -55,6 +57,19 @@ from lightning_resilience.manifest import shard_file
 # FSDP1 hands out ShardedTensors, and torch says at each touch that it would rather not; its users cannot change that.
 warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning, module=r"lightning_resilience\.")
 
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """While many small objects are made, none of them garbage: looking for it takes longer than making them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 ALIGNMENT = 64
 """Every stream starts at a multiple of this many bytes, so that its payload does too and can be viewed as any dtype."""
 
@@ -74,17 +89,58 @@ class FlatState:
 
     @classmethod
     def of(cls, state: State) -> FlatState:
+        flat = cls({}, {})
+        if flat._add(state.items(), "", ()):
+            return flat
         planner = DefaultSavePlanner()
         planner.set_up_planner(dict(state))
         return cls(planner.state_dict, planner.mappings)
 
+    def _add(self, items: Iterable[tuple[Any, Any]], prefix: str, path: tuple[str | int, ...]) -> bool:
+        """Flatten as DCP does, in a fraction of its time; False where it is better left to DCP."""
+        for name, value in items:
+            key = f"{prefix}{name}"
+            here = (*path, name)
+            if type(value) not in PLAIN:
+                if isinstance(value, ShardedTensor):
+                    return False
+                if isinstance(value, Mapping):
+                    if not self._add(((str(k), v) for k, v in value.items()), f"{key}.", here):
+                        return False
+                    continue
+                if isinstance(value, list) and _has_tensors(value):
+                    if not self._add(enumerate(value), f"{key}.", here):
+                        return False
+                    continue
+            if key in self.values:
+                return False
+            self.values[key] = value
+            self.mappings[key] = here
+        return True
+
     def fingerprint(self) -> tuple[Any, ...]:
         """Equal for two states exactly when one plan serves both."""
-        first_seen: dict[tuple[Any, ...], int] = {}
-        return tuple(
-            (key, *_shape_of(value), first_seen.setdefault(_storage_of(key, value), index))
-            for index, (key, value) in enumerate(self.values.items())
+        return (tuple(self.values), tuple(map(_shape_of, self.values.values())), tuple(self._same_memory()))
+
+    def matches(self, fingerprint: tuple[Any, ...]) -> bool:
+        """Whether ``fingerprint`` is this state's; without making one, which is many small objects."""
+        keys, shapes, same = fingerprint
+        return (
+            len(keys) == len(self.values)
+            and all(map(operator.eq, keys, self.values))
+            and all(map(_has_shape, self.values.values(), shapes))
+            and same == tuple(self._same_memory())
         )
+
+    def _same_memory(self) -> list[tuple[str, str]]:
+        """Keys of one and the same memory, with the first key that has it."""
+        addresses = [_address_of(value) for value in self.values.values()]
+        found = [address for address in addresses if address]
+        if len(set(found)) == len(found):
+            return []
+        first_seen: dict[tuple[Any, ...], str] = {}
+        pairs = ((key, first_seen.setdefault(_storage_of(key, value), key)) for key, value in self.values.items())
+        return [(key, first) for key, first in pairs if key != first]
 
     def tied(self) -> tuple[dict[str, str], set[str]]:
         """Keys whose storage an earlier key has too (with that key), and keys where this rank cannot tell: it has no
@@ -101,7 +157,33 @@ class FlatState:
         return tied, empty
 
 
+PLAIN = (Tensor, torch.nn.Parameter)
+"""Types of tensors that are nothing but their own memory."""
+
+
+def _has_shape(value: Any, shape: tuple[Any, ...]) -> bool:
+    """Whether ``_shape_of(value)`` is ``shape``."""
+    if type(value) in PLAIN:
+        return len(shape) == 2 and value.dtype is shape[0] and value.shape == shape[1]
+    return _shape_of(value) == shape
+
+
+def _has_tensors(values: list[Any]) -> bool:
+    return any(isinstance(v, (Mapping, Tensor)) or (isinstance(v, list) and _has_tensors(v)) for v in values)
+
+
+def _address_of(value: Any) -> int:
+    """Where a tensor's memory begins; 0 where it has none of its own to compare."""
+    if type(value) not in PLAIN:
+        if isinstance(value, ShardedTensor) or not isinstance(value, Tensor):
+            return 0
+        value = value._local_tensor if isinstance(value, DTensor) else value
+    return int(value.data_ptr()) if value.dim() else 0
+
+
 def _shape_of(value: Any) -> tuple[Any, ...]:
+    if type(value) in PLAIN:
+        return (value.dtype, value.shape)
     if isinstance(value, DTensor):
         return ("dtensor", value.dtype, value.shape, value.placements, value.device_mesh)
     if isinstance(value, ShardedTensor):

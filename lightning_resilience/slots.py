@@ -24,12 +24,14 @@ from pathlib import Path
 import torch
 
 from lightning_resilience.errors import SetupError
-from lightning_resilience.shards import FlatState, Layout, dump_object
+from lightning_resilience.shards import PLAIN, FlatState, Layout, dump_object
 
 log = logging.getLogger("lightning_resilience")
 
 TMPFS = Path("/dev/shm")
 _PREFIX = "lightning_resilience-"
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap has no name for it
+_MAP_AT_ONCE = 4 * 2**20  # bytes; the call holds the interpreter's lock
 
 
 class Slot:
@@ -52,6 +54,7 @@ class Slot:
             self._bytes[spot.offset : spot.offset + spot.nbytes].view(spot.dtype).view(spot.shape)
             for spot in layout.tensors
         ]
+        self._wanted = [(spot.piece.key, spot.shape, spot.piece) for spot in layout.tensors]
 
     def fill(self, flat: FlatState, objects: Mapping[str, bytes]) -> None:
         """Copy the state in.  On return nothing of it is referred to any more.
@@ -61,10 +64,23 @@ class Slot:
             objects: the pickled values that are not tensors, by key; see ``dump_objects``.
         """
         if self._payloads:
-            torch._foreach_copy_(self._payloads, [spot.piece.cut(flat) for spot in self.layout.tensors])
+            values = flat.values
+            with torch.no_grad():
+                sources = [
+                    value if type(value := values[key]) in PLAIN and value.shape == shape else piece.cut(flat)
+                    for key, shape, piece in self._wanted
+                ]
+                torch._foreach_copy_(self._payloads, sources)
         for spot in self.layout.objects:
             pickled = objects[spot.piece.key]
             self._memory[spot.offset : spot.offset + spot.capacity] = pickled.ljust(spot.capacity, b"\0")
+
+    def populate(self) -> None:
+        """Have the kernel map the memory now, and not at the first copy; where it cannot, nothing is lost."""
+        with suppress(OSError, ValueError):  # an older kernel; a slot that was closed meanwhile
+            for start in range(0, len(self._memory), _MAP_AT_ONCE):
+                count = min(_MAP_AT_ONCE, len(self._memory) - start)
+                self._memory.madvise(_MADV_POPULATE_WRITE, start, count)
 
     def view(self) -> memoryview:
         """The whole file."""
@@ -118,7 +134,9 @@ class SlotMemory:
             free = _free_bytes(self._root)
             # Leave a tenth of what is free: tmpfs is shared with loader workers, which die without it.
             if copies * size <= 0.9 * free:
-                return [self._on_tmpfs(layout, size) for _ in range(copies)]
+                slots = [self._on_tmpfs(layout, size) for _ in range(copies)]
+                slots[-1].populate()
+                return slots
             log.warning(
                 "event=memory rank=%d reason=%r",
                 self._rank,

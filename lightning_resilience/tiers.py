@@ -8,9 +8,11 @@ returns when a file is whole and survives power loss, ``publish`` makes a folder
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import shutil
+import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
@@ -35,6 +37,10 @@ them for ``trainer.save_checkpoint``) only a token of the very form that we give
 
 BLOCK = 16 * 2**20
 """Bytes hashed and written at a time."""
+ALIGNED = 4096
+"""Bytes that direct I/O takes a multiple of."""
+HASH_BLOCK = 256 * 2**10
+"""Bytes read and hashed at a time, few enough to stay in the processor's cache."""
 
 
 class LocalTier:
@@ -94,7 +100,7 @@ class LocalTier:
         """xxh3_128 of a file as it is on disk now."""
         state = xxhash.xxh3_128()
         with open(self.path(name, file), "rb", buffering=0) as stream:
-            block = bytearray(min(BLOCK, os.fstat(stream.fileno()).st_size + 1))
+            block = bytearray(min(HASH_BLOCK, os.fstat(stream.fileno()).st_size + 1))
             view = memoryview(block)
             while count := stream.readinto(block):
                 state.update(view[:count])
@@ -138,21 +144,16 @@ class LocalTier:
             What the manifest says of it: size and digest of the bytes that were handed to the disk.
         """
         points.reach("persist.file")
-        state = xxhash.xxh3_128()
         view = memoryview(data).cast("B")
         path = self.path(name, file)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
-            for start in range(0, len(view), BLOCK):
-                block = view[start : start + BLOCK]
-                state.update(block)
-                _write_all(fd, block)
-                if start == 0:
-                    points.reach("persist.mid-file")
-            os.fsync(fd)
+            with _Hashing(view) as hashing:
+                _write_file(fd, view)
+                os.fsync(fd)
         finally:
             os.close(fd)
-        return FileEntry(path=file, size=len(view), xxh3_128=state.hexdigest(), rank=rank)
+        return FileEntry(path=file, size=len(view), xxh3_128=hashing.digest, rank=rank)
 
     def sync(self, name: str = "") -> None:
         """Make the folder's list of names survive power loss."""
@@ -217,6 +218,61 @@ class LocalTier:
         fresh = self.root / f".{link}-{uuid.uuid4().hex[:8]}"
         os.symlink(name, fresh)
         os.replace(fresh, path)
+
+
+class _Hashing:
+    """xxh3_128 of ``view``, computed while it is being written."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+        self.digest = ""
+        self._thread = threading.Thread(target=self._run, name="resilience-hash", daemon=True)
+
+    def _run(self) -> None:
+        state = xxhash.xxh3_128()
+        for start in range(0, len(self._view), BLOCK):
+            state.update(self._view[start : start + BLOCK])
+        self.digest = state.hexdigest()
+
+    def __enter__(self) -> _Hashing:
+        if len(self._view) >= BLOCK:
+            self._thread.start()
+        else:
+            self._run()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread.ident is not None:
+            self._thread.join()
+
+
+def _write_file(fd: int, view: memoryview) -> None:
+    """Write a large file past the page cache where the file system takes it, and otherwise through it."""
+    direct = len(view) >= BLOCK and _bypass_cache(fd, True)
+    for start in range(0, len(view), BLOCK):
+        block = view[start : start + BLOCK]
+        if direct and len(block) % ALIGNED:
+            direct = _bypass_cache(fd, False)  # the tail
+        try:
+            _write_all(fd, block)
+        except OSError as error:
+            if not direct or error.errno != errno.EINVAL:
+                raise
+            direct = _bypass_cache(fd, False)
+            os.lseek(fd, start, os.SEEK_SET)
+            _write_all(fd, block)
+        if start == 0:
+            points.reach("persist.mid-file")
+
+
+def _bypass_cache(fd: int, on: bool) -> bool:
+    """Switch O_DIRECT; whether it is on now."""
+    try:
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
+    except OSError:
+        return False
+    return on
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -231,3 +232,35 @@ def test_metadata_does_not_name_this_package() -> None:
     data = metadata_bytes(plan, [lay_out(plan.pieces[0], flat).extents])
     assert b"lightning_resilience" not in data
     assert pickle.loads(data).state_dict_metadata.keys() == {"model.w"}
+
+
+def test_state_is_flattened_as_dcp_does() -> None:
+    state: dict[str, Any] = {
+        "model": {"a.b": torch.ones(2), "deep": {"er": {"1": torch.zeros(1), 2: 5}}, "list": [1, 2], "empty": {}},
+        "optimizer_0": {
+            "state": {"w": {"step": torch.tensor(1.0), "history": [torch.ones(1), [torch.ones(2), 3]]}},
+            "param_groups": [{"lr": 0.1, "params": ["w"], "betas": (0.9, 0.99)}, {"lr": None, "params": []}],
+        },
+    }
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state)
+    flat = FlatState.of(state)
+    assert list(flat.values) == list(planner.state_dict)
+    assert flat.mappings == planner.mappings
+    assert all(flat.values[key] is value for key, value in planner.state_dict.items())
+    with pytest.raises(ValueError, match="duplicated"):
+        FlatState.of({"a": {"b": {"c": 1}, "b.c": 2}})
+
+
+def test_state_matches_its_own_fingerprint_only() -> None:
+    model = {"a": torch.zeros(2, 4), "b": torch.zeros(2, 4), "n": 5}
+    fingerprint = FlatState.of({"model": model}).fingerprint()
+    assert FlatState.of({"model": {"a": torch.ones(2, 4), "b": torch.ones(2, 4), "n": 6}}).matches(fingerprint)
+    for change in (
+        {"a": torch.zeros(2, 5)},
+        {"a": torch.zeros(2, 4).half()},
+        {"b": model["a"]},
+        {"n": model["a"]},
+        {"c": 1},
+    ):
+        assert not FlatState.of({"model": model | change}).matches(fingerprint)

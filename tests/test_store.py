@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import mmap
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +24,7 @@ from lightning_resilience.errors import (
 )
 from lightning_resilience.manifest import MANIFEST, FileEntry, digest
 from lightning_resilience.retention import Keep, Ranking
-from lightning_resilience.tiers import LocalTier, local_path
+from lightning_resilience.tiers import BLOCK, LocalTier, local_path
 from on_disk import FILES, begin, crash_at, dies_before, flip, listening, manifest, save, stock_folder, tree
 
 
@@ -628,3 +632,40 @@ def test_a_removal_that_fails_is_reported_and_tried_again(tier: LocalTier, monke
     assert "step=2.ckpt" in caplog.text
     assert [verdict.name for verdict in store.retain(tier, Keep(last=1))] == ["step=2.ckpt"]
     assert steps(tier) == [3]
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 4097])
+@pytest.mark.parametrize("aligned", [True, False])
+def test_file_of_any_size_is_written_whole_and_with_the_digest_of_its_content(
+    tmp_path: Path, size: int, aligned: bool
+) -> None:
+    """Large ones go past the page cache, which wants whole sectors of aligned memory; the rest goes through it."""
+    content = (b"0123456789abcdef" * (size // 16 + 1))[:size]
+    memory = mmap.mmap(-1, size + 4096)
+    start = 0 if aligned else 3
+    memory[start : start + size] = content
+    tier = LocalTier(tmp_path)
+    tier.begin("a.ckpt")
+    entry = tier.write("a.ckpt", "file", memoryview(memory)[start : start + size])
+    assert tier.read("a.ckpt", "file") == content
+    assert (entry.size, entry.xxh3_128) == (size, digest(content))
+    assert tier.digest("a.ckpt", "file") == entry.xxh3_128
+
+
+def test_file_system_that_takes_no_direct_io_is_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, refused = os.write, []
+
+    def write(fd: int, block: Any) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(len(block))
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, block)
+
+    monkeypatch.setattr(os, "write", write)
+    tier = LocalTier(tmp_path)
+    tier.begin("a.ckpt")
+    entry = tier.write("a.ckpt", "file", bytes(2 * BLOCK))
+    assert refused
+    assert tier.digest("a.ckpt", "file") == entry.xxh3_128 == digest(bytes(2 * BLOCK))
