@@ -11,6 +11,7 @@ import faulthandler
 import importlib
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
@@ -113,6 +114,7 @@ class Ranks:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def start_ranks(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Ranks:

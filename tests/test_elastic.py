@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,9 +14,10 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from forks import run_forks as run_ranks
+from lightning_resilience import CheckpointIncompatible
 from lightning_resilience.reader import canonical
 from lightning_resilience.strategies import family_of
-from support import FEATURES, TinyModel, checkpoint_every, data, make_trainer, strategy
+from support import FEATURES, TinyModel, checkpoint_every, committed, data, make_trainer, strategy
 
 
 class Recorder(TinyModel):
@@ -143,3 +145,50 @@ def test_every_parameter_and_moment_is_the_same_on_any_strategy_and_number_of_ra
     for world_size, names in ((1, ["single", "fsdp2"]), (2, ["ddp", "fsdp", "fsdp2"]), (3, ["ddp", "fsdp2"])):
         results = run_ranks(resume_all, tmp_path, sources, names, world_size, world_size=world_size, timeout=180)
         assert results == [[]] * world_size
+
+
+def save_under_one_name(folder: Path, name: str, world_size: int, weights_only: bool) -> None:
+    trainer = make_trainer(
+        folder,
+        checkpoint_every(folder / "run", 100),
+        Forced(folder / "forced.ckpt", weights_only),
+        strategy=strategy(name, world_size),
+        devices=world_size,
+        max_steps=2,
+        max_epochs=-1,
+    )
+    trainer.fit(TinyModel(), data(64))
+
+
+class Forced(L.Callback):
+    """Saves under a given name at the end."""
+
+    def __init__(self, path: Path, weights_only: bool) -> None:
+        self.path, self.weights_only = path, weights_only
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.save_checkpoint(self.path, weights_only=self.weights_only)
+
+
+@pytest.mark.ranks
+def test_save_by_fewer_ranks_under_the_same_name_leaves_nothing_of_the_older_one(tmp_path: Path) -> None:
+    run_ranks(save_under_one_name, tmp_path, "fsdp2", 2, False, world_size=2)
+    assert {"__0_0.distcp", "__1_0.distcp"} <= {path.name for path in (tmp_path / "forced.ckpt").iterdir()}
+    run_ranks(save_under_one_name, tmp_path, "single", 1, False, world_size=1)
+    (manifest,) = committed(tmp_path)
+    on_disk = {path.name for path in (tmp_path / "forced.ckpt").iterdir()}
+    assert on_disk == {entry.path for entry in manifest} | {"manifest.json"}
+    assert "__1_0.distcp" not in on_disk
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "fsdp"])
+def test_weights_only_checkpoint_of_several_ranks_is_refused_by_fit_with_what_to_do(tmp_path: Path, name: str) -> None:
+    run_ranks(save_under_one_name, tmp_path, name, 2, True, world_size=2)
+    (manifest,) = committed(tmp_path)
+    assert manifest.labels == ("weights-only",)
+    model = TinyModel()
+    trainer = make_trainer(tmp_path, checkpoint_every(tmp_path / "other", 100))
+    with pytest.raises(CheckpointIncompatible, match="weights only"):
+        trainer.fit(model, data(), ckpt_path=tmp_path / "forced.ckpt")
+    assert trainer.validate(model, data(8), ckpt_path=tmp_path / "forced.ckpt", verbose=False)
