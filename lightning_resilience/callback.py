@@ -204,7 +204,10 @@ class ResilientCheckpoint(ModelCheckpoint):
     # -- for subclasses -----------------------------------------------------------------------------------------------
 
     def on_checkpoint_committed(self, trainer: Trainer, pl_module: LightningModule, checkpoint: Committed) -> None:
-        """Called on every rank, from the training thread, once ``checkpoint`` exists.  Override it in a subclass."""
+        """Called on every rank, from the training thread, once ``checkpoint`` exists.  Override it in a subclass.
+
+        Ranks may hear of it at different batches, so it is no place for a collective.
+        """
 
     @property
     def best_model_path(self) -> str:
@@ -231,8 +234,8 @@ class ResilientCheckpoint(ModelCheckpoint):
 
     @override
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
-        self._last_is_wanted = True
-        return {ANYWHERE}
+        self._last_is_wanted = not trainer.fast_dev_run  # type: ignore[attr-defined]  # set by Lightning, untyped
+        return {ANYWHERE} if self._last_is_wanted else set()
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -253,6 +256,9 @@ class ResilientCheckpoint(ModelCheckpoint):
         if stage != "fit" and not last_is_wanted:
             return
         root = Path(self.dirpath).absolute()
+        if stage != "fit":
+            session.resume_last.append((session.look_into(root), self._sibling_folders(root)))
+            return
         if root in session.folders:
             raise SetupError(
                 f"Two checkpoint callbacks save to {str(root)!r}, where each would remove what the other keeps.",
@@ -420,7 +426,8 @@ class ResilientCheckpoint(ModelCheckpoint):
     def _stop_after_failures(self) -> None:
         """Raise on all ranks alike once too many saves in a row have failed."""
         assert self._session is not None
-        failures = self._session.ranks.any_max(self._session.engine.failures)[0]
+        assert self._folder is not None
+        failures = self._session.ranks.any_max(self._session.engine.failures(self._folder))[0]
         most = 1 if self.on_save_error == "raise" else self.max_failures
         if failures >= most:
             raise SaveFailed(
@@ -442,7 +449,7 @@ class ResilientCheckpoint(ModelCheckpoint):
             if error is not None:
                 self._saved_at = None
                 self._last_error = str(error)
-                rank_zero_warn(f"{error} Training goes on; the next save tries again.")
+                rank_zero_warn(f"{error} Earlier checkpoints are untouched.")
                 continue
             if trainer.is_global_zero:
                 log_save(save)
@@ -531,11 +538,15 @@ class ResilientCheckpoint(ModelCheckpoint):
         session = self._session
         if session is None:
             return
-        if self.save_on_exception and session.ranks.world_size == 1 and self._agreement is not None:
-            session.engine.drain(DRAIN_AFTER_EXCEPTION)
-            self._save(trainer, f"{type(exception).__name__}: {exception}"[:200])
-        session.abandon(DRAIN_AFTER_EXCEPTION)
-        self._session = self._agreement = None
+        try:
+            if self.save_on_exception and session.ranks.world_size == 1 and self._agreement is not None:
+                session.engine.drain(DRAIN_AFTER_EXCEPTION)
+                self._save(trainer, f"{type(exception).__name__}: {exception}"[:200])
+        except Exception as error:  # the exception that ends training is the one to be seen
+            log.warning("event=save step=%d outcome=failed error=%r", trainer.global_step, error)
+        finally:
+            session.abandon(DRAIN_AFTER_EXCEPTION)
+            self._session = self._agreement = None
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -550,7 +561,7 @@ class ResilientCheckpoint(ModelCheckpoint):
 
     def __getstate__(self) -> dict[str, Any]:
         """Picklable at any time (``ddp_spawn``, ``copy``): what belongs to a running fit stays behind."""
-        return {**self.__dict__, "_session": None, "_agreement": None, "_folder": None}
+        return {**self.__dict__, "_session": None, "_agreement": None, "_folder": None, "_overdue": None}
 
 
 def _make_visible() -> None:

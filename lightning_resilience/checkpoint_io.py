@@ -4,6 +4,7 @@ callback."""
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
@@ -11,12 +12,13 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
 from lightning_resilience import run_state, trainer_state
-from lightning_resilience.engine import Engine, Facts, Snapshot
+from lightning_resilience.engine import Engine, Facts, Folder, Snapshot
 from lightning_resilience.errors import SaveFailed
 from lightning_resilience.manifest import META, WEIGHTS_ONLY
 from lightning_resilience.ranks import Ranks
 from lightning_resilience.reader import CheckpointReader, empty
 from lightning_resilience.resume import open_explicit
+from lightning_resilience.store import list_checkpoints
 from lightning_resilience.tiers import LocalTier, local_path
 
 
@@ -36,6 +38,7 @@ class ResilientCheckpointIO(CheckpointIO):
         super().__init__()
         self._memory = memory
         self._engine: Engine | None = None
+        self._folders: dict[Path, Folder] = {}
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
@@ -49,7 +52,10 @@ class ResilientCheckpointIO(CheckpointIO):
         target = local_path(os.fspath(path)).absolute()
         if self._engine is None:
             self._engine = Engine(Ranks(), memory=self._memory)
-        folder = self._engine.open_folder(target.parent)
+        folder = self._folders.get(target.parent)
+        if folder is None:
+            folder = self._folders[target.parent] = self._engine.open_folder(target.parent)
+            self._engine.count_from(list_checkpoints(folder.tier).committed.values())
         state, rest = trainer_state.split(checkpoint)
         snapshot = Snapshot(state, frozenset(), trainer_state.dump(rest), run_state.to_bytes(run_state.capture()))
         facts = Facts(
@@ -79,7 +85,7 @@ class ResilientCheckpointIO(CheckpointIO):
             return TorchCheckpointIO().load_checkpoint(target, map_location, weights_only)
         source = open_explicit(Ranks(), target)
         trusted = source.manifest is not None
-        reader = CheckpointReader(source.locate, plain=trusted)
+        reader = CheckpointReader(source.locate, plain=trusted, weights_only=weights_only)
         checkpoint = trainer_state.load(source.locate(META), weights_only, trusted=trusted)
         checkpoint["state_dict"] = reader.read_full()
         optimizers = [
@@ -102,6 +108,7 @@ class ResilientCheckpointIO(CheckpointIO):
         if self._engine is not None:
             self._engine.close()
             self._engine = None
+            self._folders.clear()
 
 
 def _numbered(saved: dict[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 import torch
 from lightning.fabric.utilities.data import sized_len
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -42,11 +43,15 @@ _ATTRIBUTE = "_lightning_resilience_track"
 
 
 class Guide(Protocol):
-    """Tells a loader whether a resume is still to be decided, and where it goes on."""
+    """Tells a loader what its next iterator is for, and where it goes on."""
+
+    @property
+    def training(self) -> bool:
+        """Whether iterators made now are for training; a loader may serve validation too."""
 
     @property
     def undecided(self) -> bool:
-        """Whether iterators made now should wait for their first batch."""
+        """Whether iterators made now should be empty, because a resume is still to be decided."""
 
     def position_of(self, loader: object) -> Position | None:
         """Where ``loader`` begins; None for its beginning."""
@@ -73,6 +78,10 @@ class Loop(Protocol):
     def begin_reading(self) -> None:
         """Make the iterators of the training loaders."""
 
+    @property
+    def processes_training_data(self) -> bool:
+        """Whether training data is what is being handled now."""
+
 
 class DataPosition:
     """This rank's place in its training data: tells it for a save, and guides the loaders to it after a resume."""
@@ -80,11 +89,27 @@ class DataPosition:
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self._saved: dict[str, Any] | None = None
-        self.undecided = True
+        self._undecided = True
+        self._tracked: list[Any] = []
+
+    @property
+    def training(self) -> bool:
+        return self._loop.processes_training_data
+
+    @property
+    def undecided(self) -> bool:
+        return self._undecided and self.exact()
 
     def track(self, loader: Any) -> Any:
         """Track a training loader."""
-        return track(loader, self)
+        self._tracked.append(track(loader, self))
+        return loader
+
+    def close(self) -> None:
+        """Let all loaders be what they were."""
+        for loader in self._tracked:
+            release(loader)
+        self._tracked.clear()
 
     def state(self) -> dict[str, Any]:
         """For a save, at a step boundary."""
@@ -109,10 +134,18 @@ class DataPosition:
 
     def begun(self) -> None:
         """The first batch is about to be read: make the iterators, where they begin."""
-        self.undecided = False
-        self._loop.begin_reading()
-        if self._saved is not None and not self._loop.at_epoch_start():
-            self._loop.set_cycled(self._saved["cycled"])
+        exact, self._undecided = self.exact(), False
+        if exact:
+            self._loop.begin_reading()
+            if self._saved is not None and not self._loop.at_epoch_start():
+                self._loop.set_cycled(self._saved["cycled"])
+        elif self._saved is not None and not self._loop.at_epoch_start():
+            kinds = ", ".join(
+                type(loader).__name__ for loader in self._loop.train_loaders() if track_of(loader) is None
+            )
+            rank_zero_warn(
+                f"The place in the training data is not known for {kinds}: the epoch begins at its first batch."
+            )
         self._saved = None
 
     def exact(self) -> bool:
@@ -122,13 +155,17 @@ class DataPosition:
 
 def track(loader: Any, guide: Guide) -> Any:
     """Track a training loader, in place.  What cannot be tracked (a list, a generator) is returned as it is."""
-    if getattr(loader, _ATTRIBUTE, None) is not None or not hasattr(type(loader), "__iter__"):
+    found = track_of(loader)
+    if found is not None:
+        found.guide = guide
         return loader
     cls = type(loader)
+    if not hasattr(cls, "__iter__") or not hasattr(loader, "__dict__"):
+        return loader
 
     def begin(self: Any) -> Iterator[Any]:
-        found: Track = getattr(self, _ATTRIBUTE)
-        return found.begin(lambda: cls.__iter__(self))
+        own: Track = getattr(self, _ATTRIBUTE)
+        return own.begin(lambda: cls.__iter__(self))
 
     try:
         loader.__class__ = type(cls.__name__, (cls,), {"__iter__": begin, "__module__": cls.__module__})
@@ -136,6 +173,13 @@ def track(loader: Any, guide: Guide) -> Any:
         return loader
     vars(loader)[_ATTRIBUTE] = Track(loader, guide)
     return loader
+
+
+def release(loader: Any) -> None:
+    """Undo ``track``."""
+    if track_of(loader) is not None:
+        del vars(loader)[_ATTRIBUTE]
+        loader.__class__ = type(loader).__mro__[1]
 
 
 def track_of(loader: object) -> Track | None:
@@ -148,7 +192,7 @@ class Track:
 
     def __init__(self, loader: Any, guide: Guide) -> None:
         self._loader = loader
-        self._guide = guide
+        self.guide = guide
         self.passes = 0
         self.count = 0
         self.start: dict[str, Any] | None = None
@@ -160,9 +204,11 @@ class Track:
 
     def begin(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """A new iterator, at the beginning or where the guide says; an empty one as long as that is undecided."""
-        if self._guide.undecided:
+        if not self.guide.training:
+            return make()
+        if self.guide.undecided:
             return iter(())
-        position = self._guide.position_of(self._loader)
+        position = self.guide.position_of(self._loader)
         return _Batches(self, self._make(make, position), position)
 
     def before_batch(self) -> None:

@@ -28,14 +28,14 @@ import uuid
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from lightning_resilience import points, store
-from lightning_resilience.errors import SaveFailed
+from lightning_resilience.errors import ResilienceError, SaveFailed
 from lightning_resilience.manifest import (
     HEALTHY,
     MANIFEST,
@@ -199,7 +199,7 @@ class Engine:
         self.ranks = ranks
         self.run = ranks.broadcast(str(uuid.uuid4()))
         self.sequence = 0
-        self.failures = 0
+        self._failures: dict[Folder, int] = {}
         self.skipped = 0
         self.in_use: set[str] = set()
         self.timeout = timeout
@@ -219,7 +219,8 @@ class Engine:
     def open_folder(
         self, root: Path, *, keep: Keep | None = None, ranking: Ranking | None = None, link: str | None = None
     ) -> Folder:
-        """Check that every rank can write its folder, find out who shares it, and clear what a killed run left there.
+        """For saving: check that every rank can write its folder, find out who shares it, and clear what a killed run
+        left there.
 
         Raises:
             TierUnavailable, TierDenied: a rank cannot use its folder; on all ranks.
@@ -230,6 +231,10 @@ class Engine:
         folder = Folder(tier, sharing, leaders, keep, ranking, link)
         raise_first(self.ranks.gathered(lambda: self._take_over(folder)))
         return folder
+
+    def look_into(self, root: Path) -> Folder:
+        """For reading only: nothing in the folder is changed, and all ranks are taken to share it."""
+        return Folder(LocalTier(root), tuple(range(self.ranks.world_size)), (0,))
 
     def _take_over(self, folder: Folder) -> None:
         if self.ranks.rank == folder.sharing[0]:
@@ -242,6 +247,10 @@ class Engine:
         self.sequence = self.ranks.any_max(max(newest, self.sequence))[0]
 
     # -- the training thread ------------------------------------------------------------------------------------------
+
+    def failures(self, folder: Folder) -> int:
+        """How many saves to a folder have failed in a row."""
+        return self._failures.get(folder, 0)
 
     @property
     def busy(self) -> bool:
@@ -350,7 +359,8 @@ class Engine:
                 _close(laid[1])
             raise
         assert not isinstance(laid, BaseException)
-        metadata = metadata_bytes(plan, everyone) if isinstance(plan, GlobalPlan) else b""  # type: ignore[arg-type]
+        extents = [entry for entry in everyone if not isinstance(entry, BaseException)]
+        metadata = metadata_bytes(plan, extents) if isinstance(plan, GlobalPlan) else b""
         self._plan = _Plan(prepared.fingerprint, laid[0], metadata, laid[1])
         self._unmapped = laid[1][0]
 
@@ -422,7 +432,7 @@ class Engine:
             try:
                 committed = self._persist(job)
             except BaseException as error:
-                self.failures += 1
+                self._failures[save.folder] = self.failures(save.folder) + 1
                 job.files.clear()
                 failure = _as_save_failed(error, save.step, self.ranks.rank)
                 if not save.staged.done():
@@ -430,7 +440,7 @@ class Engine:
                 self._finished.put(save)
                 save.committed.set_exception(failure)
             else:
-                self.failures = 0
+                self._failures[save.folder] = 0
                 job.files.clear()
                 save.persist = time.perf_counter() - begin
                 self._finished.put(save)
@@ -449,32 +459,33 @@ class Engine:
         if self._verdict is not None and rank == 0:
             self._verdict.clear()  # there would be no save now if any rank was not done with the one before
         self._verdict = verdict
-        partial = published = ""
-        try:
-            if job.error is not None:
-                raise job.error
-            if not job.dropped:
-                points.reach("persist.begin")
-                if rank == 0:
-                    verdict.name(job.name if job.replace else store.free_name(tier, job.name))
-                partial = f"{verdict.wait_name()}{PARTIAL}{self.ranks.session}-{save.attempt}"
-                verdict.report(self._write(job, partial))
-            verdict.wait_reports()
-            name = verdict.wait_name()
-            if leads:
-                self._commit(job, verdict, partial, name)
-                published = name
-            manifest = verdict.wait_commit()
-        except BaseException as error:
-            failure, dropped = verdict.fail("stage" if job.error is not None else "persist", error)
-            if dropped and partial:
-                _undo(tier, partial, {*job.files, MANIFEST, META, METADATA} if leads else job.files)
-            if dropped and published and rank != 0:
-                with suppress(OSError):
-                    tier.remove(published)
-            if failure is error:
-                raise
-            raise failure from error
+        partial = name = ""
+        with ExitStack() as hold:
+            try:
+                if job.error is not None:
+                    raise job.error
+                if not job.dropped:
+                    points.reach("persist.begin")
+                    if rank == 0:
+                        verdict.name(job.name if job.replace else store.free_name(tier, job.name))
+                    partial = f"{verdict.wait_name()}{PARTIAL}{self.ranks.session}-{save.attempt}"
+                    tier.begin(partial)
+                    hold.enter_context(tier.hold(partial))
+                    verdict.report(self._write(job, partial))
+                verdict.wait_reports()
+                name = verdict.wait_name()
+                if leads:
+                    self._commit(job, verdict, partial, name)
+                manifest = verdict.wait_commit()
+            except BaseException as error:
+                failure, dropped = verdict.fail("stage" if job.error is not None else "persist", error)
+                if dropped and partial:
+                    _undo(tier, partial, {*job.files, MANIFEST, META, METADATA} if leads else job.files)
+                if dropped and leads and name:
+                    self._retract(save, name)
+                if failure is error:
+                    raise
+                raise failure from error
         if leads and save.folder.link is not None:
             try:
                 tier.point(save.folder.link, name)
@@ -482,9 +493,16 @@ class Engine:
                 log.warning("event=link folder=%s error=%r", tier.root, error)
         return Committed(tier.path(name), manifest)
 
+    def _retract(self, save: Save, name: str) -> None:
+        """Take back a checkpoint that this rank published and that was dropped all the same, for all to agree."""
+        tier = save.folder.tier
+        with suppress(OSError, ResilienceError):
+            manifest = store.read_manifest(tier, name)
+            if (manifest.run, manifest.sequence) == (self.run, save.sequence):
+                tier.remove(name)
+
     def _write(self, job: _Job, partial: str) -> list[FileEntry]:
         tier = job.save.folder.tier
-        tier.begin(partial)
         written = [tier.write(partial, file, data, self.ranks.rank) for file, data in job.files.items()]
         tier.sync(partial)
         points.reach("persist.end")

@@ -68,6 +68,7 @@ REMOVED = ".removed-"
 HEALTHY = "healthy"
 SUSPECT = "suspect"
 WEIGHTS_ONLY = "weights-only"
+PINNED = "pinned"
 
 
 def rank_file(rank: int) -> str:

@@ -185,9 +185,13 @@ class Ranks:
         assert isinstance(answer, tuple)
         return answer
 
-    def close(self) -> None:
-        """Leave the group; rank 0 takes the board down."""
-        if self._group is not None and dist.is_initialized():
+    def close(self, abandoned: bool = False) -> None:
+        """Leave the group; rank 0 takes the board down.
+
+        Args:
+            abandoned: the other ranks do not leave now: do not wait for what was asked of them and is not answered yet.
+        """
+        if self._group is not None and dist.is_initialized() and not abandoned:
             dist.destroy_process_group(self._group)
         self._group = None
         self._server = None

@@ -60,15 +60,17 @@ class CheckpointReader(StorageReader):
 
     Args:
         locate: gives the path of a file of the checkpoint by its name.
-        plain: whether the shard files are this package's, whose payloads are contiguous.
+        plain: whether the shard files are this package's, whose payloads are contiguous and whose digests were checked.
+        weights_only: the user's wish, as ``torch.load`` takes it; without digests True unless False was asked for.
 
     Raises:
         CheckpointCorrupt: ``.metadata`` cannot be read.
     """
 
-    def __init__(self, locate: Callable[[str], Path], *, plain: bool) -> None:
+    def __init__(self, locate: Callable[[str], Path], *, plain: bool, weights_only: bool | None = None) -> None:
         self._locate = locate
         self._plain = plain
+        self._weights_only = weights_only if plain else weights_only is not False
         path = locate(METADATA)
         try:
             with collector_paused():
@@ -120,7 +122,7 @@ class CheckpointReader(StorageReader):
         info = self.metadata.storage_data[MetadataIndex(key)]
         with open(self._locate(info.relative_path), "rb") as stream:
             stream.seek(info.offset)
-            return load_trusted(stream.read(info.length))
+            return load_trusted(stream.read(info.length), self._weights_only)
 
     def read_tree(self, part: str, allocate: Callable[[tuple[str | int, ...], TensorStorageMetadata], Any]) -> Any:
         """One part of the state as it was nested when saved.
@@ -194,7 +196,9 @@ class CheckpointReader(StorageReader):
     def _read_item(self, item: ReadItem, planner: LoadPlanner, mapped: mmap.mmap, path: Path) -> None:
         info = self.metadata.storage_data[item.storage_index]
         if item.type == LoadItemType.BYTE_IO:
-            planner.load_bytes(item, io.BytesIO(mapped[info.offset : info.offset + info.length]))
+            stream = mapped[info.offset : info.offset + info.length]
+            load_trusted(stream, self._weights_only)  # the planner loads whatever it is
+            planner.load_bytes(item, io.BytesIO(stream))
             return
         target = planner.resolve_tensor(item).detach()
         if target.numel():

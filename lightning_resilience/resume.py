@@ -157,10 +157,24 @@ def _copy(ranks: Ranks, folder: Folder, name: str, entry: FileEntry | None, sour
     if ranks.rank in sinks:
         target.parent.mkdir(parents=True, exist_ok=True)
         sink = target.with_name(f".{entry.path}.fetched-{os.getpid()}")
-    ranks.copy_file(source, target, sink)
+    try:
+        ranks.copy_file(source, target, sink)
+        raise_first(ranks.gathered(lambda: _take_in(tier, holder, entry, sink)))
+    finally:
+        if sink is not None:
+            sink.unlink(missing_ok=True)
     if sink is not None:
-        os.replace(sink, target)
         log.info("event=heal name=%s file=%s from_rank=%d", name, entry.path, source)
+
+
+def _take_in(tier: LocalTier, holder: str, entry: FileEntry, sink: Path | None) -> None:
+    """Put a copied file in its place, if it is what the manifest says."""
+    if sink is None:
+        return
+    if tier.digest(holder, sink.name) != entry.xxh3_128:
+        raise CheckpointCorrupt(f"{entry.path} was damaged on its way here.", problems=(f"{entry.path}: bad copy",))
+    os.replace(sink, tier.path(holder, entry.path))
+    tier.sync(holder)
 
 
 def _write_missing_manifest(tier: LocalTier, name: str, manifest: Manifest) -> None:
@@ -169,8 +183,13 @@ def _write_missing_manifest(tier: LocalTier, name: str, manifest: Manifest) -> N
         tier.sync(name)
 
 
-def open_explicit(ranks: Ranks, path: Path) -> Source:
+def open_explicit(ranks: Ranks, path: Path, folder: Folder | None = None) -> Source:
     """The checkpoint at a path that the user named.  Collective.
+
+    Args:
+        ranks: who opens it.
+        path: where it is on this rank.
+        folder: the folder it is in, where it is known who shares that; otherwise all ranks are taken to.
 
     Raises:
         CheckpointNotFound, CheckpointUncommitted: nothing usable is there; the message lists what is.
@@ -184,7 +203,7 @@ def open_explicit(ranks: Ranks, path: Path) -> Source:
         return source
     everyone = tuple(range(ranks.world_size))
     try:
-        return verify_together(ranks, Folder(source.tier, everyone, (0,)), source.name)
+        return verify_together(ranks, folder or Folder(source.tier, everyone, (0,)), source.name)
     except CheckpointCorrupt as error:
         raise CheckpointCorrupt(error.message, problems=error.problems, hint=store.available(source.tier)) from error
 

@@ -12,9 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from lightning_resilience.errors import SetupError
-from lightning_resilience.manifest import HEALTHY, WEIGHTS_ONLY, Manifest
-
-PINNED = "pinned"
+from lightning_resilience.manifest import HEALTHY, PINNED, WEIGHTS_ONLY, Manifest
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ def judge(
             reasons[name].append(f"{'' if place == 1 else _ordinal(place) + ' '}best {ranking.monitor}")
     for name in newest_first:
         if PINNED in manifests[name].labels:
-            reasons[name].append("pinned")
+            reasons[name].append(PINNED)
         if name in in_use:
             reasons[name].append("in use")
     return [Verdict(name, bool(why), tuple(why) or (_surplus(keep),)) for name, why in reasons.items()]

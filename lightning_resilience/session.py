@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_resilience import run_state, store, trainer_state
 from lightning_resilience.data import DataPosition
-from lightning_resilience.engine import Engine, Facts, Folder, Save, Snapshot
+from lightning_resilience.engine import OVERDUE, Engine, Facts, Folder, Save, Snapshot
 from lightning_resilience.errors import CheckpointCorrupt, CheckpointIncompatible, SaveFailed
-from lightning_resilience.manifest import META, WEIGHTS_ONLY, Manifest, rank_file
+from lightning_resilience.manifest import META, PINNED, WEIGHTS_ONLY, Manifest, rank_file
 from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.reader import CheckpointReader, canonical, load_trusted
 from lightning_resilience.resume import Source, find_last, open_explicit
@@ -86,17 +85,21 @@ class Session:
         """Close the session if this was its last user.  Collective: waits for the background work of all ranks."""
         self._users -= 1
         if self._users == 0:
-            self.engine.close()
-            self.ranks.any_max(0)  # rank 0 takes the board down, so it goes last
-            self._detach()
+            try:
+                self.engine.close()
+                self.ranks.any_max(0)  # rank 0 takes the board down, so it goes last
+            finally:
+                self._detach()
 
     def abandon(self, seconds: float) -> None:
         """Close the session without the other ranks, after an exception: what is under way gets ``seconds`` to
         finish."""
-        if self._users:
-            self._users = 0
-            self.engine.close(seconds)
-            self._detach()
+        self._users -= 1
+        if self._users == 0:
+            try:
+                self.engine.close(seconds)
+            finally:
+                self._detach(abandoned=True)
 
     def _attach(self) -> None:
         door = self._doorway
@@ -110,11 +113,12 @@ class Session:
         door.replace(door.connector, "resume_start", self._make_resume_start)
         if door.fitting:
             door.replace(door.strategy, "process_dataloader", self._make_process_dataloader)
-            door.before_first_batch(self.data.begun)
+            door.before_first_batch(lambda: self.data.begun() if self.exact_data else None)
 
-    def _detach(self) -> None:
+    def _detach(self, abandoned: bool = False) -> None:
         self._doorway.close()
-        self.ranks.close()
+        self.data.close()
+        self.ranks.close(abandoned)
         self._reader = None
         _sessions.pop(id(self.trainer), None)
 
@@ -125,13 +129,18 @@ class Session:
             self.folders[root] = self.engine.open_folder(root, **rules)
         return self.folders[root]
 
+    def look_into(self, root: Path) -> Folder:
+        """A folder to read from only."""
+        return self.folders.get(root.absolute()) or self.engine.look_into(root.absolute())
+
     def at_step_boundary(self) -> bool:
         """Whether no gradients of a half-done accumulation window would be lost now."""
         return self._doorway.at_step_boundary()
 
     def validation_follows(self) -> bool:
         """Whether validation runs right after the current training batch."""
-        return self._doorway.validation_follows()
+        # With an interval in wall time Lightning asks each rank's clock; rank 0's answer is taken for all.
+        return self.ranks.broadcast(self._doorway.validation_follows())
 
     def ends_within_an_epoch(self) -> bool:
         """Whether ``max_steps`` is reached now, in the middle of an epoch that a longer run would go on with."""
@@ -174,16 +183,18 @@ class Session:
         save = self.engine.save(folder, name, facts, capture, replace=replace)
         if save is None:
             raise SaveFailed(f"The save before step {facts.step} is not done on some rank.", step=facts.step)
-        save.wait()
+        save.wait(self.engine.timeout + OVERDUE)
         return save
 
-    def _facts(self, reason: str, metrics: Mapping[str, float], weights_only: bool) -> Facts:
+    def _facts(
+        self, reason: str, metrics: Mapping[str, float], weights_only: bool, labels: tuple[str, ...] = ()
+    ) -> Facts:
         return Facts(
             step=self.trainer.global_step,
             epoch=self.trainer.current_epoch,
             reason=reason,
             strategy=type(self.trainer.strategy).__name__,
-            labels=(WEIGHTS_ONLY,) if weights_only else (),
+            labels=(*((WEIGHTS_ONLY,) if weights_only else ()), *labels),
             metrics=metrics,
             versions=trainer_state.VERSIONS,
         )
@@ -221,7 +232,7 @@ class Session:
             raise TypeError("storage_options is not used: ResilientCheckpoint writes to a folder.")
         path = local_path(self.ranks.broadcast(os.fspath(filepath))).absolute()
         weights_only = "optimizer_states" not in checkpoint
-        facts = self._facts("trainer.save_checkpoint", {}, weights_only)
+        facts = self._facts("trainer.save_checkpoint", {}, weights_only, (PINNED,))
         save = self.save_now(
             self.folder(path.parent), path.name, facts, lambda: self._snapshot(checkpoint), replace=True
         )
@@ -269,13 +280,19 @@ class Session:
         if "://" in text and not text.startswith("file://"):
             return text
         path = local_path(text).absolute()
+        # Of a folder that is called differently on every node, each rank opens its own.
+        roots = list(self.folders)
+        place = self.ranks.broadcast(roots.index(path.parent) if path.parent in roots else None)
+        if place is not None:
+            folder = self.folders[roots[place]]
+            return open_explicit(self.ranks, folder.tier.path(path.name), folder)
         return str(path) if path.is_file() else open_explicit(self.ranks, path)
 
     def _folders_to_search(self) -> list[Folder]:
         others = [path for _, paths in self.resume_last for path in paths]
         opened = [folder for folder, _ in self.resume_last]
         self.resume_last = []
-        return list(dict.fromkeys([*opened, *(self.folder(Path(path)) for path in self.ranks.broadcast(others))]))
+        return list(dict.fromkeys([*opened, *(self.look_into(Path(path)) for path in self.ranks.broadcast(others))]))
 
     def _newest(self, folders: list[Folder]) -> Source | None:
         search = find_last(self.engine, folders)
@@ -308,24 +325,30 @@ class Session:
         def load_checkpoint(checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
             if self._source is None:
                 return original(checkpoint_path, weights_only=weights_only)  # type: ignore[no-any-return]
-            loaded = self.ranks.gathered(lambda: self._load(weights_only))
-            raise_first(loaded)
+            raise_first(self.ranks.gathered(lambda: self._open_source(weights_only)))
+            raise_first(self.ranks.gathered(self._load))
             return self._loaded
 
         return load_checkpoint
 
-    def _load(self, weights_only: bool | None) -> None:
-        """Load the source: the model at once, the optimizers too where they exist already."""
+    def _open_source(self, weights_only: bool | None) -> None:
+        """What can go wrong on one rank alone, before anything is asked of the others."""
         source = self._source
         assert source is not None
-        manifest = source.manifest
-        if self._doorway.fitting and manifest is not None and WEIGHTS_ONLY in manifest.labels:
+        trusted = source.manifest is not None
+        if self._doorway.fitting and source.manifest is not None and WEIGHTS_ONLY in source.manifest.labels:
             raise CheckpointIncompatible(
                 f"{source.path} holds weights only: training cannot go on from it.",
                 hint="Pass it to trainer.validate or test, or load the weights yourself and start a new run.",
             )
-        self._reader = reader = CheckpointReader(source.locate, plain=manifest is not None)
-        checkpoint = trainer_state.load(source.locate(META), weights_only, trusted=manifest is not None)
+        self._reader = CheckpointReader(source.locate, plain=trusted, weights_only=weights_only)
+        self._loaded = trainer_state.load(source.locate(META), weights_only, trusted=trusted)
+
+    def _load(self) -> None:
+        """Load the source: the model at once, the optimizers too where they exist already."""
+        source, reader, checkpoint = self._source, self._reader, self._loaded
+        assert source is not None
+        assert reader is not None
         strict = self.trainer.lightning_module.strict_loading
         if self.family.loads_late:
             self.family.load_model(reader, strict)
@@ -340,11 +363,10 @@ class Session:
             self._model_is_loaded = True
             checkpoint["state_dict"] = {}
             checkpoint.setdefault("optimizer_states", [])
-        self._loaded = checkpoint
         if self._doorway.fitting:
             self.resumed = source
-            if manifest is not None:
-                self.engine.run = manifest.run
+            if source.manifest is not None:
+                self.engine.run = source.manifest.run
                 self.engine.in_use.add(source.name)
             self._doorway.before_training(lambda: self._restore_generators())
             self._read_rank_state(source)
@@ -396,7 +418,7 @@ class Session:
         self._generators = lambda: run_state.restore(state)
         if self.exact_data and (saved := state.get("data")) is not None:
             self.data.go_to(saved)
-            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+            self._doorway.hush_inexact(self.data.exact)
             # Rank 0's position of loaders with a state of their own; each rank has its own.
             self._loaded.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)
 
@@ -425,8 +447,7 @@ def manifests_in(folder: Folder, ranks: Ranks) -> dict[str, Manifest]:
     answers = ranks.all_gather(
         attempt(lambda: store.list_checkpoints(folder.tier).committed) if ranks.rank == folder.sharing[0] else None
     )
+    raise_first([answer for answer in answers if answer is not None])
     listing = answers[folder.sharing[0]]
-    if isinstance(listing, BaseException):
-        raise listing
-    assert listing is not None
+    assert isinstance(listing, dict)
     return listing

@@ -116,7 +116,6 @@ class SlotMemory:
 
     def __init__(self, where: str | os.PathLike[str] | bool = "auto", rank: int = 0) -> None:
         self._rank = rank
-        self._required = where not in ("auto", False)
         self._root = check_memory(where)
         self._folder: Path | None = None
         self._lock: int | None = None
@@ -133,19 +132,30 @@ class SlotMemory:
         if self._root is not None:
             free = _free_bytes(self._root)
             # Leave a tenth of what is free: tmpfs is shared with loader workers, which die without it.
-            if copies * size <= 0.9 * free:
-                slots = [self._on_tmpfs(layout, size) for _ in range(copies)]
+            if copies * size <= 0.9 * free and (slots := self._on_tmpfs(layout, size, copies)):
                 slots[-1].populate()
                 return slots
             log.warning(
                 "event=memory rank=%d reason=%r",
                 self._rank,
                 f"{self._root} has {free / 2**20:.0f} MiB free, {copies} slots need {copies * size / 2**20:.0f} MiB: "
-                "using anonymous memory, so there is no RAM tier to restore from",
+                "staging in anonymous memory",
             )
         return [Slot(layout, mmap.mmap(-1, size)) for _ in range(copies)]
 
-    def _on_tmpfs(self, layout: Layout, size: int) -> Slot:
+    def _on_tmpfs(self, layout: Layout, size: int, copies: int) -> list[Slot]:
+        """Slots on tmpfs, or none: other ranks of this node allocate at the same time, and one may come too late."""
+        slots: list[Slot] = []
+        try:
+            for _ in range(copies):
+                slots.append(self._one_on_tmpfs(layout, size))
+        except OSError:
+            for slot in slots:
+                slot.close()
+            return []
+        return slots
+
+    def _one_on_tmpfs(self, layout: Layout, size: int) -> Slot:
         path = self._make_folder() / f"slot-{uuid.uuid4().hex[:8]}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:

@@ -214,11 +214,15 @@ def retain(
 def sweep(tier: LocalTier) -> list[str]:
     """Finish what a killed process left: a whole save that lacked only its rename is published, the rest deleted.
 
+    What a living process is writing is left alone.
+
     Returns:
         What was done, one sentence each.
     """
     done = []
     for leftover in tier.leftovers():
+        if tier.is_held(leftover):
+            continue
         name = leftover.partition(PARTIAL)[0]
         if (
             PARTIAL in leftover

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any, Protocol
@@ -56,6 +57,7 @@ PRIVATE_NAMES = (
     "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._should_check_val_fx",
     "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._num_ready_batches_reached",
     "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop.on_run_start",
+    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop.reset",
     "lightning.pytorch.loops.fit_loop:_FitLoop.on_advance_start",
     "lightning.pytorch.loops.fit_loop:_FitLoop.__init__._data_fetcher",
     "lightning.pytorch.loops.fit_loop:_FitLoop.__init__._combined_loader",
@@ -544,6 +546,21 @@ class Doorway:
     def processes_training_data(self) -> bool:
         """Whether the loader that the strategy is handed now is for training."""
         return self.fitting and self.trainer.state.stage == RunningStage.TRAINING
+
+    def hush_inexact(self, exact: Callable[[], bool]) -> None:
+        """Spare users Lightning's warning that their loaders cannot continue inside an epoch, where ours can."""
+        epoch_loop = self.trainer.fit_loop.epoch_loop
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def reset(*args: Any, **kwargs: Any) -> Any:
+                with warnings.catch_warnings():
+                    if exact():
+                        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
+                    return original(*args, **kwargs)
+
+            return reset
+
+        self.replace(epoch_loop, "reset", make)
 
     def before_first_batch(self, action: Callable[[], None]) -> None:
         """Run ``action`` once, after everything at start-up and before the first training batch is fetched."""

@@ -15,7 +15,7 @@ import shutil
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -109,7 +109,7 @@ class LocalTier:
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def check_writable(self) -> None:
-        """Create the folder and write, sync and remove a small file in it.
+        """Create the folder, durably, and write and remove a small file in it.
 
         Raises:
             TierDenied: the folder may not be written.
@@ -117,7 +117,7 @@ class LocalTier:
         """
         probe = self.root / f".probe-{uuid.uuid4().hex}"
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
+            _make_durably(self.root)
             probe.write_bytes(b"ok")
             probe.unlink()
         except PermissionError as error:
@@ -136,6 +136,36 @@ class LocalTier:
     def begin(self, name: str) -> None:
         """Make the folder ``name``, empty or as another rank has begun it."""
         self.path(name).mkdir(parents=True, exist_ok=True)
+
+    @contextmanager
+    def hold(self, name: str) -> Iterator[None]:
+        """Let others see (``is_held``) that a living process is writing to the folder.
+
+        It is a lock that the kernel drops when this process dies.  On a file system without locks there is none.
+        """
+        fd = os.open(self.path(name), os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_SH)
+            yield
+        finally:
+            os.close(fd)
+
+    def is_held(self, name: str) -> bool:
+        """Whether a living process is writing to the folder."""
+        try:
+            fd = os.open(self.path(name), os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        finally:
+            os.close(fd)
+        return False
 
     def write(self, name: str, file: str, data: Buffer, rank: int = 0) -> FileEntry:
         """Write ``data`` as a new file; on return it is whole and survives power loss.
@@ -164,7 +194,7 @@ class LocalTier:
             os.close(fd)
 
     def publish(self, partial: str, name: str, *, replace: bool = False) -> None:
-        """Let the whole folder ``partial`` appear as ``name``, in one step.
+        """Let the whole folder ``partial`` appear as ``name``, in one step (in two where an older one gives way).
 
         Args:
             partial: a folder with its manifest already in it.
@@ -181,7 +211,12 @@ class LocalTier:
                 raise FileExistsError(errno.EEXIST, "a published checkpoint is never written again", str(target))
             replaced = f"{name}{REMOVED}{uuid.uuid4().hex[:8]}"
             os.rename(target, self.path(replaced))
-        os.rename(self.path(partial), target)
+        try:
+            os.rename(self.path(partial), target)
+        except OSError:
+            if replaced:
+                os.rename(self.path(replaced), target)
+            raise
         points.reach("commit.renamed")
         self.sync()
         if replaced:
@@ -220,19 +255,37 @@ class LocalTier:
         os.replace(fresh, path)
 
 
+def _make_durably(folder: Path) -> None:
+    """Make a folder and those above it, and have their names survive power loss."""
+    if not folder.exists():
+        _make_durably(folder.parent)
+        folder.mkdir(exist_ok=True)
+        fd = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    elif not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "is a file", str(folder))
+
+
 class _Hashing:
     """xxh3_128 of ``view``, computed while it is being written."""
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
         self.digest = ""
+        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="resilience-hash", daemon=True)
 
     def _run(self) -> None:
-        state = xxhash.xxh3_128()
-        for start in range(0, len(self._view), BLOCK):
-            state.update(self._view[start : start + BLOCK])
-        self.digest = state.hexdigest()
+        try:
+            state = xxhash.xxh3_128()
+            for start in range(0, len(self._view), BLOCK):
+                state.update(self._view[start : start + BLOCK])
+            self.digest = state.hexdigest()
+        except BaseException as error:
+            self._error = error
 
     def __enter__(self) -> _Hashing:
         if len(self._view) >= BLOCK:
@@ -244,6 +297,8 @@ class _Hashing:
     def __exit__(self, *_: object) -> None:
         if self._thread.ident is not None:
             self._thread.join()
+        if self._error is not None:
+            raise self._error
 
 
 def _write_file(fd: int, view: memoryview) -> None:
