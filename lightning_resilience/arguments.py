@@ -7,9 +7,12 @@ import os
 from datetime import timedelta
 
 import fsspec
+import torch
 from fsspec.utils import get_protocol
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_resilience.errors import SetupError
+from lightning_resilience.manifest import PARTIAL, REMOVED
 from lightning_resilience.schedule import EverySeconds, EverySteps, FirstOf, Never, Schedule, check_schedule
 from lightning_resilience.tiers import local_path
 
@@ -38,13 +41,15 @@ def the_schedule(
         return schedule
     if triggers:
         return FirstOf(*triggers) if len(triggers) > 1 else triggers[0]
-    return Never() if epochs or steps == 0 else DEFAULT_SCHEDULE
+    return Never() if epochs is not None or steps == 0 else DEFAULT_SCHEDULE
 
 
 def check_dirpath(dirpath: str | os.PathLike[str] | None) -> str | None:
     """The folder as given, made absolute unless it has variables; SetupError where it cannot be one."""
     if dirpath is None:
         return None
+    if not isinstance(dirpath, (str, os.PathLike)) or not os.fspath(dirpath):
+        raise SetupError(f"dirpath={dirpath!r} is not a path.", hint="Give dirpath= a folder.")
     text = os.fspath(dirpath)
     protocol = get_protocol(text)
     if protocol not in ("file", "local"):
@@ -62,6 +67,21 @@ def check_dirpath(dirpath: str | os.PathLike[str] | None) -> str | None:
     if os.path.exists(path) and not os.path.isdir(path):
         raise SetupError(f"dirpath={path!r} is a file.", hint="Give dirpath= a folder.")
     return os.path.realpath(path)
+
+
+def check_filename(filename: str | None, callback: type[ModelCheckpoint]) -> None:
+    """Raise SetupError unless a template of names can be filled in, and gives names that are found again."""
+    if filename is None:
+        return
+    try:
+        if not isinstance(filename, str) or not filename or len(filename) > 200:
+            raise ValueError("it must be a text of 1 to 200 characters")
+        if PARTIAL in filename or REMOVED in filename:
+            raise ValueError(f"{PARTIAL!r} and {REMOVED!r} mark what is not a checkpoint")
+        example = {"epoch": torch.tensor(0), "step": torch.tensor(0)}
+        callback._format_checkpoint_name(callback(), filename, example)
+    except (ValueError, TypeError, KeyError, IndexError) as error:
+        raise SetupError(f"filename={filename!r}: {error}.", hint="Try filename='{epoch}-{step}'.") from error
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from lightning_resilience import slots
 from lightning_resilience.agreement import Agreement
-from lightning_resilience.arguments import check_choice, check_dirpath, check_number, the_schedule
+from lightning_resilience.arguments import check_choice, check_dirpath, check_filename, check_number, the_schedule
 from lightning_resilience.engine import OVERDUE, Committed, Folder, Save
 from lightning_resilience.errors import SaveFailed, SetupError
 from lightning_resilience.manifest import HEALTHY, Manifest
@@ -128,12 +128,22 @@ class ResilientCheckpoint(ModelCheckpoint):
         check_number("max_failures", max_failures, least=1, whole=True)
         check_number("save_timeout", save_timeout, least=0.001)
         check_number("save_top_k", save_top_k, least=-1, whole=True)
-        check_choice("exact_data", exact_data, (True, False))
+        for name, flag in (
+            ("exact_data", exact_data),
+            ("save_weights_only", save_weights_only),
+            ("save_on_exception", save_on_exception),
+        ):
+            check_choice(name, flag, (True, False))
+        if monitor is not None and (not isinstance(monitor, str) or not monitor):
+            raise SetupError(f"monitor={monitor!r} is not the name of a metric.")
+        check_filename(filename, ModelCheckpoint)
         slots.check_memory(memory)
         if monitor is None and save_top_k > 1:
             raise SetupError(f"save_top_k={save_top_k} ranks checkpoints, but there is no monitor= to rank them by.")
         if keep is not None and not isinstance(keep, Keep):
             raise SetupError(f"keep={keep!r} is not a retention rule.", hint="Use Keep(last=3).")
+        if keep is not None and keep.top_k and monitor is None:
+            raise SetupError(f"keep={keep!r} ranks checkpoints, but there is no monitor= to rank them by.")
         self.schedule = the_schedule(schedule, every_n_train_steps, train_time_interval, every_n_epochs)
         super().__init__(
             dirpath=self._expanded_dirpath(),

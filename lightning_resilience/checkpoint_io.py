@@ -16,7 +16,7 @@ from lightning_resilience.engine import Engine, Facts, Folder, Snapshot
 from lightning_resilience.errors import SaveFailed
 from lightning_resilience.manifest import META, WEIGHTS_ONLY
 from lightning_resilience.ranks import Ranks
-from lightning_resilience.reader import CheckpointReader, empty
+from lightning_resilience.reader import CheckpointReader
 from lightning_resilience.resume import open_explicit
 from lightning_resilience.store import list_checkpoints
 from lightning_resilience.tiers import LocalTier, local_path
@@ -88,10 +88,7 @@ class ResilientCheckpointIO(CheckpointIO):
         reader = CheckpointReader(source.locate, plain=trusted, weights_only=weights_only)
         checkpoint = trainer_state.load(source.locate(META), weights_only, trusted=trusted)
         checkpoint["state_dict"] = reader.read_full()
-        optimizers = [
-            _numbered(reader.read_tree(f"optimizer_{index}", lambda _, entry: empty(entry)))
-            for index in range(reader.optimizers)
-        ]
+        optimizers = [reader.read_optimizer(index) for index in range(reader.optimizers)]
         if optimizers:
             checkpoint["optimizer_states"] = optimizers
         return checkpoint
@@ -109,12 +106,3 @@ class ResilientCheckpointIO(CheckpointIO):
             self._engine.close()
             self._engine = None
             self._folders.clear()
-
-
-def _numbered(saved: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state by parameter number, which is what ``Optimizer.load_state_dict`` takes."""
-    names = [name for group in saved["param_groups"] for name in group["params"]]
-    numbers = {str(name): number for number, name in enumerate(names)}
-    groups = [{**group, "params": [numbers[str(name)] for name in group["params"]]} for group in saved["param_groups"]]
-    state = {numbers[str(name)]: value for name, value in saved.get("state", {}).items()}
-    return {**saved, "state": state, "param_groups": groups}

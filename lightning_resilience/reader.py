@@ -146,17 +146,29 @@ class CheckpointReader(StorageReader):
         return tree.get(part, {})
 
     def read_full(self, part: str = "model") -> dict[str, Any]:
-        """One part of the state, whole and on the CPU, as a flat dict."""
-        values: dict[str, Any] = {}
-        targets: dict[str, Any] = {}
-        for name, shape in self.shapes(part).items():
-            key = f"{part}.{name}"
-            if shape is None:
-                values[name] = self.read_object(key)
-            else:
-                values[name] = targets[key] = empty(self._tensor(key))
-        self.read_into(targets)
-        return values
+        """One part of the state as it was saved, whole and on the CPU."""
+        tree: dict[str, Any] = self.read_tree(part, lambda _, entry: empty(entry))
+        return tree
+
+    def read_optimizer(self, index: int) -> dict[str, Any]:
+        """An optimizer's state, whole and on the CPU, by number of parameter, as ``load_state_dict`` takes it."""
+        saved = self.read_full(f"optimizer_{index}")
+        names = [name for group in saved["param_groups"] for name in group["params"]]
+        numbers: dict[str, Any] = {str(name): number for number, name in enumerate(names)}
+        groups = [
+            {**group, "params": [numbers[str(name)] for name in group["params"]]} for group in saved["param_groups"]
+        ]
+        state = {numbers.get(str(name), name): value for name, value in saved.get("state", {}).items()}
+        return {**saved, "state": state, "param_groups": groups}
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the model's state is nothing but tensors, one a name."""
+        return all(
+            len(path) == 2 and isinstance(self.metadata.state_dict_metadata.get(key), TensorStorageMetadata)
+            for key, path in self.paths.items()
+            if path[0] == "model"
+        )
 
     # -- DCP's StorageReader ------------------------------------------------------------------------------------------
 

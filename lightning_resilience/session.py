@@ -12,14 +12,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_resilience import run_state, store, trainer_state
 from lightning_resilience.data import DataPosition
 from lightning_resilience.engine import OVERDUE, Engine, Facts, Folder, Save, Snapshot
-from lightning_resilience.errors import CheckpointCorrupt, CheckpointIncompatible, SaveFailed
-from lightning_resilience.manifest import META, PINNED, WEIGHTS_ONLY, Manifest, rank_file
+from lightning_resilience.errors import CheckpointCorrupt, CheckpointIncompatible, CheckpointNotFound, SaveFailed
+from lightning_resilience.manifest import MANIFEST, META, PINNED, WEIGHTS_ONLY, Manifest, rank_file
 from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.reader import CheckpointReader, canonical, load_trusted
 from lightning_resilience.resume import Source, find_last, open_explicit
@@ -64,6 +65,7 @@ class Session:
         self._source: Source | None = None
         self._reader: CheckpointReader | None = None
         self._model_is_loaded = False
+        self._optimizers_are_in_it = False
         self._loaded: dict[str, Any] = {}
         self._checked_meta = False
         self._generators: Callable[[], None] | None = None
@@ -205,6 +207,7 @@ class Session:
         meta: bytes | Exception = b""
         if self.ranks.rank == 0:
             meta = self._dump(rest)
+        _check_saveable(state)
         identical = self.family.identical(state)
         own = {**run_state.capture(), "data": self.data.state()} if self.exact_data else dict(run_state.capture())
         return Snapshot(state, identical, meta, run_state.to_bytes(own))
@@ -258,7 +261,7 @@ class Session:
     def _make_resume_start(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
             source = self._choose(checkpoint_path)
-            self._source, self._reader, self._model_is_loaded = None, None, False
+            self._source, self._reader, self._model_is_loaded, self._optimizers_are_in_it = None, None, False, False
             if isinstance(source, Source):
                 self._source = source
                 original(str(source.path), weights_only=weights_only)
@@ -270,16 +273,25 @@ class Session:
     def _choose(self, checkpoint_path: Any) -> Source | str | None:
         """What to load: a checkpoint of ours, a path for stock Lightning to load, or nothing."""
         if self.ranks.any_max(bool(self.resume_last))[0]:
-            source = self._newest(self._folders_to_search())
-            if source is not None:
+            folders = self._folders_to_search()
+            source = self._newest(folders)
+            if isinstance(source, Source):
                 return source
+            if source is not None:
+                return source if Path(source).is_file() else open_explicit(self.ranks, Path(source))
             checkpoint_path = self._doorway.last_of_stock_callbacks()
+            if checkpoint_path is None and not self._doorway.fitting:
+                raise CheckpointNotFound(
+                    "ckpt_path='last' was given, and there is no checkpoint.", hint="Check dirpath=, or give a path."
+                )
         if checkpoint_path is None:
             return None
         text: str = self.ranks.broadcast(os.fspath(checkpoint_path))
         if "://" in text and not text.startswith("file://"):
             return text
         path = local_path(text).absolute()
+        if path.is_file() and (path.parent / MANIFEST).is_file():
+            raise CheckpointNotFound(f"{text!r} is a file of a checkpoint.", hint=f"Give {str(path.parent)!r}.")
         # Of a folder that is called differently on every node, each rank opens its own.
         roots = list(self.folders)
         place = self.ranks.broadcast(roots.index(path.parent) if path.parent in roots else None)
@@ -294,12 +306,17 @@ class Session:
         self.resume_last = []
         return list(dict.fromkeys([*opened, *(self.look_into(Path(path)) for path in self.ranks.broadcast(others))]))
 
-    def _newest(self, folders: list[Folder]) -> Source | None:
+    def _newest(self, folders: list[Folder]) -> Source | str | None:
         search = find_last(self.engine, folders)
         if search.source is not None:
             self._say(search.source, search.explain())
             return search.source
         if not search.skipped:
+            if (stock := self.ranks.broadcast(store.newest_stock(folders[0].tier) if folders else None)) is not None:
+                rank_zero_warn(
+                    f"There is no checkpoint of ResilientCheckpoint yet; resuming {stock}, of stock Lightning."
+                )
+                return stock
             if self.ranks.rank == 0:
                 where = ", ".join(str(folder.tier.root) for folder in folders)
                 log.info("event=start step=0 reason='no checkpoint yet in %s'", where)
@@ -357,7 +374,8 @@ class Session:
         elif edits_loaded_state(self.trainer):
             names = {canonical(name): name for name in self.trainer.lightning_module.state_dict()}
             checkpoint["state_dict"] = {names.get(name, name): value for name, value in reader.read_full().items()}
-            checkpoint.setdefault("optimizer_states", [])
+            checkpoint["optimizer_states"] = [reader.read_optimizer(index) for index in range(reader.optimizers)]
+            self._optimizers_are_in_it = True
         else:
             self.family.load_model(reader, strict)
             self._model_is_loaded = True
@@ -380,7 +398,7 @@ class Session:
 
     def _make_load_optimizer_state_dict(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def load_optimizer_state_dict(checkpoint: Mapping[str, Any]) -> None:
-            if self._source is None:
+            if self._source is None or self._optimizers_are_in_it:
                 original(checkpoint)
             else:
                 self._load_optimizers()
@@ -389,8 +407,11 @@ class Session:
 
     def _load_optimizers(self) -> None:
         assert self._reader is not None
-        optimizers = self.trainer.strategy.optimizers
+        optimizers = [one for one in self.trainer.strategy.optimizers if "param_groups" in one.state_dict()]
         saved = self._reader.optimizers
+        if optimizers and not saved:
+            rank_zero_warn("The checkpoint has no optimizer state; the optimizers start fresh.")
+            return
         if saved != len(optimizers):
             raise CheckpointIncompatible(
                 f"The model configures {len(optimizers)} optimizers, the checkpoint has the state of {saved}.",
@@ -426,6 +447,18 @@ class Session:
         """Last of all, after everything at start-up that draws from them."""
         if self._generators is not None:
             self._generators()
+
+
+def _check_saveable(state: Mapping[str, Any]) -> None:
+    """Stop at the first save where a tensor has no plain memory to copy."""
+    for part in state.values():
+        for name, value in part.items():
+            if isinstance(value, torch.Tensor) and (value.layout != torch.strided or value.is_quantized):
+                raise SaveFailed(
+                    f"{name} is a {'quantized' if value.is_quantized else value.layout} tensor, which cannot be saved.",
+                    stage="plan",
+                    hint="Keep it out of the state dict (persistent=False), or convert it in on_save_checkpoint.",
+                )
 
 
 def log_save(save: Save) -> None:

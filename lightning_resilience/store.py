@@ -112,6 +112,17 @@ def is_stock_folder(path: Path) -> bool:
     )
 
 
+def newest_stock(tier: LocalTier) -> str | None:
+    """What a stock ModelCheckpoint left in the folder to go on from: its newest ``last.ckpt``, or else the newest."""
+    found = [
+        path
+        for path in tier.root.glob(f"*{EXTENSION}")
+        if path.is_file() or (path.is_dir() and is_stock_folder(path.resolve()))
+    ]
+    last = [path for path in found if path.name.startswith("last")]
+    return str(max(last or found, key=lambda path: path.stat().st_mtime, default="")) or None
+
+
 # -- verifying --------------------------------------------------------------------------------------------------------
 
 

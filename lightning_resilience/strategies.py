@@ -15,6 +15,7 @@ saved.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import warnings
@@ -36,9 +37,11 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 
 from lightning_resilience.errors import CheckpointIncompatible, SetupError
@@ -129,7 +132,10 @@ class PlainFamily:
         return frozenset(parameters | _moments(state))
 
     def load_model(self, reader: CheckpointReader, strict: bool) -> None:
-        load_in_place(self.module.state_dict(), reader, strict)
+        if loads_plainly(self.module) and reader.is_flat:
+            load_in_place(self.module.state_dict(), reader, strict)
+        else:
+            load_by_module(self.module, self.module.state_dict(), reader, strict)
 
     def load_optimizer(self, reader: CheckpointReader, index: int, optimizer: Optimizer) -> None:
         load_named_optimizer(self.module, reader, index, optimizer)
@@ -185,9 +191,7 @@ class FSDPFamily(PlainFamily):
 
     def load_model(self, reader: CheckpointReader, strict: bool) -> None:
         with self._sharded():
-            state = self._wrapped.state_dict()
-            load_in_place(state, reader, strict)
-            self._wrapped.load_state_dict(state, strict=strict)
+            load_by_module(self._wrapped, self._wrapped.state_dict(), reader, strict)
 
     def load_optimizer(self, reader: CheckpointReader, index: int, optimizer: Optimizer) -> None:
         from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -262,6 +266,54 @@ def load_in_place(state: Mapping[str, Any], reader: CheckpointReader, strict: bo
     )
 
 
+def load_by_module(module: torch.nn.Module, state: Mapping[str, Any], reader: CheckpointReader, strict: bool) -> None:
+    """Read a state dict like ``state`` and give it to ``load_state_dict``, with all its hooks and extra states.
+
+    Raises:
+        CheckpointIncompatible: names or shapes do not fit, with both sides listed.
+    """
+    live = {canonical(name): (name, value) for name, value in state.items()}
+
+    def allocate(path: tuple[str | int, ...], entry: TensorStorageMetadata) -> Tensor:
+        _, value = live.get(str(path[0]), ("", None))
+        alike = isinstance(value, Tensor) and not is_lazy(value) and len(path) == 1 and value.shape == entry.size
+        # Sharded tensors are read in place: they are this strategy's own copies, or cannot be made anew.
+        if alike and isinstance(value, ShardedTensor):
+            return value
+        return torch.empty_like(value.detach()) if alike else empty(entry)
+
+    with torch.no_grad():
+        saved = reader.read_tree("model", allocate)
+    for name, (_, value) in live.items():
+        if name.endswith("_extra_state"):
+            saved.setdefault(name, value)  # an empty container, of which DCP keeps nothing
+    fits = {name: tuple(value.shape) if isinstance(value, Tensor) else None for name, value in saved.items()}
+    known = {
+        name: None if is_lazy(value) or name.endswith("_extra_state") else value for name, (_, value) in live.items()
+    }
+    check_fit(known, fits, strict)
+    module.load_state_dict({live[n][0] if n in live else n: value for n, value in saved.items()}, strict=strict)
+
+
+def is_lazy(value: Any) -> bool:
+    """Whether a parameter has no shape yet."""
+    return isinstance(value, (UninitializedParameter, UninitializedBuffer))
+
+
+def loads_plainly(module: torch.nn.Module) -> bool:
+    """Whether loading a state dict into a module is copying its tensors, and nothing of the user's has a say in it."""
+    if any(is_lazy(value) or not isinstance(value, Tensor) for value in module.state_dict().values()):
+        return False
+    hooks = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+    methods = ("_load_from_state_dict", "_save_to_state_dict", "get_extra_state", "set_extra_state", "load_state_dict")
+    for part in module.modules():
+        ours = (getattr(hook, "hook", hook) for name in hooks for hook in getattr(part, name, {}).values())
+        code = itertools.chain(ours, (getattr(type(part), name) for name in methods))
+        if not all(str(getattr(one, "__module__", "torch.")).startswith("torch.") for one in code):
+            return False
+    return True
+
+
 def check_fit(wanted: Mapping[str, Any], saved: Mapping[str, tuple[int, ...] | None], strict: bool) -> None:
     """Raise CheckpointIncompatible, listing both sides, unless a model's state fits the saved shapes."""
     shapes = {name: tuple(value.shape) if isinstance(value, Tensor) else None for name, value in wanted.items()}
@@ -330,6 +382,8 @@ def named_optimizer_state(module: torch.nn.Module, optimizer: Any) -> dict[str, 
     optimizer = raw_optimizer(optimizer)
     names = parameter_names(module, optimizer)
     native = optimizer.state_dict()  # runs the optimizer's own hooks
+    if "param_groups" not in native:
+        return {}  # Lightning's stand-in where there is no optimizer
     by_id = {
         number: names[parameter]
         for saved, live in zip(native["param_groups"], optimizer.param_groups, strict=True)
@@ -374,7 +428,9 @@ def load_named_optimizer(module: torch.nn.Module, reader: CheckpointReader, inde
             hint="Configure the optimizer as it was when the checkpoint was saved.",
         )
     numbers = {name: number for number, name in enumerate(in_order)}
-    state = {numbers[name]: value for name, value in saved["state"].items() if name in numbers}
+    state: dict[Any, Any] = {numbers[n]: value for n, value in saved["state"].items() if n in numbers}
+    parameters = {canonical(name) for name, _ in module.named_parameters()}
+    state |= {name: value for name, value in saved["state"].items() if name not in numbers and name not in parameters}
     live_groups = [
         {**group, "params": [numbers[names[parameter]] for parameter in live["params"]]}
         for group, live in zip(groups, optimizer.param_groups, strict=True)

@@ -157,7 +157,7 @@ def test_ranks_hear_the_same_answer_at_the_same_batch() -> None:
 ARGUMENTS: dict[str, list[Any]] = {
     "dirpath": ["ckpts"],
     "filename": ["{epoch}-{step}", None],
-    "monitor": ["val_loss", None],
+    "monitor": ["val_loss"],
     "verbose": [True],
     "save_last": [True, False, None, "link"],
     "save_top_k": [2, 1],

@@ -265,3 +265,68 @@ def on_ranks(folder: Path, name: str, workers: int) -> tuple[bool, int]:
 @pytest.mark.parametrize(("name", "workers"), [("ddp", 0), ("ddp", 2), ("fsdp2", 0), ("fsdp", 0)])
 def test_every_rank_goes_on_at_its_own_samples(tmp_path: Path, name: str, workers: int) -> None:
     assert run_forks(on_ranks, tmp_path, name, workers) == [(True, 9)] * 2
+
+
+def test_loader_that_serves_a_second_fit_continues_there_too(tmp_path: Path) -> None:
+    shared = loader()
+    reference = run(tmp_path / "whole", lambda: shared, [None])
+    assert_same(run(tmp_path / "broken", lambda: shared, [3, 8, None]), reference)
+    assert type(shared) is DataLoader
+
+
+def test_loader_that_serves_validation_too_keeps_its_place_in_training(tmp_path: Path) -> None:
+    def train(folder: Path, stops: list[int | None]) -> list[Any]:
+        seen = []
+        for stop in stops:
+            shared = loader()
+            model = Recording(stop)
+            model.validation_step = lambda batch, batch_idx: None  # type: ignore[method-assign]
+            trainer = make_trainer(
+                folder, checkpoint_every(folder, 1), settle(), val_check_interval=2, limit_val_batches=2, max_epochs=2
+            )
+            with suppress(Stop):
+                trainer.fit(model, shared, shared, ckpt_path="last")
+            seen += [step[:3] for step in model.seen]
+        return seen
+
+    assert train(tmp_path / "broken", [3, 9, None]) == train(tmp_path / "whole", [None])
+
+
+class Slotted:
+    """An iterable that cannot be tracked, of unknown length."""
+
+    __slots__ = ("data",)
+
+    def __init__(self) -> None:
+        self.data = Augmented()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(DataLoader(self.data, batch_size=BATCH))
+
+
+def test_iterable_that_cannot_be_tracked_loses_nothing_and_its_user_is_told(tmp_path: Path) -> None:
+    whole = run(tmp_path, Slotted, [None], max_epochs=1)
+    assert [step[2] for step in whole.seen] == [
+        list(range(i, min(i + BATCH, SAMPLES))) for i in range(0, SAMPLES, BATCH)
+    ]
+    with pytest.warns(UserWarning, match="known for Slotted"):
+        broken = run(tmp_path / "broken", Slotted, [2, None], max_epochs=1)
+    assert broken.seen[2][2] == [0, 1, 2, 3]
+
+
+class Counted(DataLoader[Any]):
+    """Counts its iterators."""
+
+    made = 0
+
+    def __iter__(self) -> Any:
+        Counted.made += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_loader_is_iterated_once_an_epoch(tmp_path: Path, exact: bool) -> None:
+    Counted.made = 0
+    trainer = make_trainer(tmp_path, checkpoint_every(tmp_path / "run", 2, exact_data=exact), max_epochs=3)
+    trainer.fit(Recording(), Counted(Augmented(), batch_size=BATCH))
+    assert Counted.made == 3

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_resilience import (
     CheckpointIncompatible,
+    CheckpointNotFound,
     EverySeconds,
     EverySteps,
     FirstOf,
@@ -33,6 +34,8 @@ from lightning_resilience import (
 )
 from lightning_resilience.arguments import DEFAULT_SCHEDULE
 from lightning_resilience.manifest import WEIGHTS_ONLY
+from lightning_resilience.session import _sessions
+from lightning_resilience.tiers import LocalTier
 from support import TinyModel, checkpoint_every, committed, data, make_trainer, settle
 
 
@@ -606,3 +609,210 @@ def test_nothing_warns_in_an_ordinary_run(tmp_path: Path) -> None:
         warnings.filterwarnings("ignore", module="lightning|torch", message=".*")
         fit(tmp_path, checkpoint_every(tmp_path / "run", 2))
         fit(tmp_path, checkpoint_every(tmp_path / "run", 2), ckpt_path="last", max_epochs=2)
+
+
+# -- what models bring along ------------------------------------------------------------------------------------------
+
+
+class Extra(nn.Module):
+    """A module with a state that is no parameter."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+        self.restored: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.value
+
+    def set_extra_state(self, state: Any) -> None:
+        self.restored = state
+
+
+class WithExtra(TinyModel):
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.extra = Extra(value)
+
+
+class WithExtraAndHook(WithExtra):
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert checkpoint["state_dict"]
+
+
+@pytest.mark.parametrize("kind", [WithExtra, WithExtraAndHook])
+@pytest.mark.parametrize(
+    "value",
+    [torch.ones(3), b"bytes", {"n": 3, "deep": {"t": torch.ones(2)}}, [1, torch.ones(1)], 7, {}],
+    ids=["tensor", "bytes", "dict", "list", "int", "empty"],
+)
+def test_extra_state_of_any_kind_is_set_at_a_resume(tmp_path: Path, kind: type[WithExtra], value: Any) -> None:
+    if value == {} and kind is WithExtraAndHook:
+        pytest.skip("DCP keeps nothing of an empty container, and the hook gets to see what was kept")
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=kind(value))
+    model = kind(torch.zeros(5) if isinstance(value, Tensor) else value)
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=model, ckpt_path="last")
+    assert str(model.extra.restored) == str(value)
+
+
+class Doubled(nn.Linear):
+    """Stores twice its weight, by hooks."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 1)
+        self._register_state_dict_hook(self._double)
+        self.register_load_state_dict_pre_hook(self._halve)
+
+    @staticmethod
+    def _double(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        state[prefix + "weight"] = state[prefix + "weight"] * 2
+
+    @staticmethod
+    def _halve(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        state[prefix + "weight"] = state[prefix + "weight"] / 2
+
+
+def test_hooks_that_transform_the_state_dict_run_both_ways(tmp_path: Path) -> None:
+    class Hooked(TinyModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.doubled = Doubled()
+
+    model, again = Hooked(), Hooked()
+    nn.init.constant_(model.doubled.weight, 3.0)
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=model)
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=again, ckpt_path="last")
+    assert torch.equal(again.doubled.weight, model.doubled.weight)
+
+
+def test_lazy_parameters_get_their_shape_from_the_checkpoint(tmp_path: Path) -> None:
+    class Lazy(TinyModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lazy = nn.LazyLinear(1)
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) + self.lazy(batch[0]).mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    model, again = Lazy(), Lazy()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Lazy modules")
+        fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=model)
+        fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=again, ckpt_path="last")
+    assert torch.equal(again.lazy.weight, model.lazy.weight)
+
+
+@pytest.mark.parametrize(("edit", "lr"), [("reset", 0.01), ("lower", 0.001)])
+def test_hook_that_edits_optimizer_states_is_obeyed(tmp_path: Path, edit: str, lr: float) -> None:
+    class Editing(TinyModel):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            if edit == "reset":
+                checkpoint["optimizer_states"] = []
+            else:
+                checkpoint["optimizer_states"][0]["param_groups"][0]["lr"] = 0.001
+
+        def on_train_start(self) -> None:
+            self.found = (self.trainer.optimizers[0].param_groups[0]["lr"], len(self.trainer.optimizers[0].state))
+
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=TinyModel())
+    model = Editing()
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=model, ckpt_path="last", max_epochs=2)
+    assert model.found == (lr, 0 if edit == "reset" else 6)
+
+
+def test_model_without_an_optimizer_is_saved_and_resumed(tmp_path: Path) -> None:
+    class Untrained(TinyModel):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            return None
+
+        def configure_optimizers(self) -> None:
+            return None
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*configure_optimizers.*")
+        fit(tmp_path, checkpoint_every(tmp_path / "run", 4), model=Untrained())
+        assert committed(tmp_path / "run")
+        fit(tmp_path, checkpoint_every(tmp_path / "run", 4), model=Untrained(), ckpt_path="last", max_epochs=2)
+
+
+def test_tensor_that_cannot_be_saved_stops_at_the_first_save_and_is_named(tmp_path: Path) -> None:
+    class Sparse(TinyModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("sparse", torch.eye(3).to_sparse())
+
+    model = Sparse()
+    with pytest.raises(SaveFailed, match=r"sparse is a torch\.sparse_coo tensor"):
+        fit(tmp_path, checkpoint_every(tmp_path / "run", 2), model=model)
+    assert len(model.history) == 2
+
+
+# -- beside what is there ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("save_last", [True, False])
+def test_run_of_a_stock_callback_in_the_same_folder_goes_on(tmp_path: Path, save_last: bool) -> None:
+    stock = ModelCheckpoint(tmp_path / "run", every_n_train_steps=4, save_last=save_last)
+    make_trainer(tmp_path, stock, max_steps=4, max_epochs=-1).fit(TinyModel(), data())
+    model = TinyModel()
+    with pytest.warns(UserWarning, match="of stock Lightning"):
+        fit(tmp_path, checkpoint_every(tmp_path / "run", 4), model=model, ckpt_path="last")
+    assert model.history[0][0] == 4
+
+
+def test_checkpoint_saved_by_hand_in_the_folder_stays(tmp_path: Path) -> None:
+    class Saver(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == 1:
+                trainer.save_checkpoint(tmp_path / "run" / "mine.ckpt")
+
+    fit(tmp_path, Saver(), checkpoint_every(tmp_path / "run", 1, keep=Keep(last=1)))
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["epoch=0-step=8.ckpt", "mine.ckpt"]
+
+
+def test_save_that_another_process_is_at_is_not_swept(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "run")
+    tier.begin("epoch=0-step=3.ckpt.partial-abc-1")
+    with tier.hold("epoch=0-step=3.ckpt.partial-abc-1"):
+        fit(tmp_path, checkpoint_every(tmp_path / "run", 4))
+        assert tier.path("epoch=0-step=3.ckpt.partial-abc-1").is_dir()
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 4), ckpt_path="last")
+    assert not tier.path("epoch=0-step=3.ckpt.partial-abc-1").exists()
+
+
+def test_evaluation_changes_nothing_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 4))
+    LocalTier(tmp_path / "run").begin("epoch=9-step=9.ckpt.partial-abc-1")
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr(LocalTier, "check_writable", lambda self: pytest.fail("wrote to the folder"))
+    trainer = make_trainer(tmp_path, checkpoint_every(tmp_path / "run", 4))
+    assert trainer.validate(TinyModel(), data(8), ckpt_path="last", verbose=False)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_evaluation_of_last_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFound, match="no checkpoint"):
+        make_trainer(tmp_path, checkpoint_every(tmp_path / "run", 4)).validate(TinyModel(), data(8), ckpt_path="last")
+
+
+def test_fast_dev_run_with_last_runs(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*there is no last checkpoint available")
+        fit(tmp_path, checkpoint_every(tmp_path / "run", 1), fast_dev_run=True, ckpt_path="last")
+
+
+def test_exception_of_the_user_is_seen_also_when_its_save_fails(tmp_path: Path) -> None:
+    class Fails(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == 3:
+                raise ZeroDivisionError("the user's")
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"f": lambda: None}
+
+    with pytest.raises(ZeroDivisionError):
+        fit(tmp_path, Fails(), ResilientCheckpoint(tmp_path / "run", save_on_exception=True))
+    assert not _sessions
