@@ -6,7 +6,8 @@ A checkpoint is a folder whose name ends in ``.ckpt`` (``EXTENSION``)::
         __0_0.distcp  __1_0.distcp …    each rank's shards: a row of ``torch.save`` streams, DCP's own file format
         .metadata                       DCP's planning record: which piece of which tensor lies where
         meta.pt                         Lightning's trainer state (loops, callbacks, lr schedulers, hparams, …)
-        rank_00000.pt …                 each rank's own state (random number generators, …)
+        rank_00000.pt …                 each rank's own state: ``python``, ``numpy``, ``torch``, ``cuda`` random number
+                                        generators, and ``data``, its place in the training loaders
         manifest.json                   the commit record, described below
 
 **Existence.**  A checkpoint exists if and only if ``manifest.json`` does and every file it names is there at its size

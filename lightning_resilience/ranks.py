@@ -2,13 +2,11 @@
 
 Two channels, neither of which is the Trainer's:
 
-* **the group**: gloo, with a timeout of its own, used from the training thread only.  All ranks call the same method
-at the
-  same step, so these are collectives: a few integers a save, whole plans when the shape of the state changed, and lists
-  of checkpoints at a resume.
+* **the group**: gloo, with a timeout of its own, used from the training thread only.  All ranks call the same method at
+  the same step, so these are collectives: a few integers a save, whole plans when the shape of the state changed, and
+  lists of checkpoints at a resume.
 * **the board**: a key-value store with deadlines, used from the background.  Nobody waits for anybody who has not
-promised to
-  write: a save ends on every rank with the verdict of the board, or with its deadline.
+  promised to write: a save ends on every rank with the verdict of the board, or with its deadline.
 """
 
 from __future__ import annotations
@@ -216,10 +214,6 @@ class Board:
 
     def __init__(self, store: Any) -> None:
         self._store = store
-
-    def put(self, key: str, value: object) -> None:
-        """Write ``value``."""
-        self._store.set(key, pickle.dumps(value))
 
     def put_once(self, key: str, value: object) -> Any:
         """Write ``value`` unless somebody was first; either way, what stands there now."""

@@ -1,12 +1,12 @@
 """When to save: small frozen rules that answer with a reason, combined by any-of.
 
-A schedule is asked after every optimizer step, ``schedule.due(now, last)``, with two :class:`Progress` values: where
+A schedule is asked after every training batch, ``schedule.due(now, last)``, with two :class:`Progress` values: where
 training is, and where it was at the last save that was started.  It answers None, or why a save is due.  It reads no
 clock, talks to nobody and keeps nothing, so a test is a table.
 
 ``EverySteps`` depends on nothing but the step, which is the same on all ranks, so every rank decides it alone and at
 exactly that step.  Rules that depend on time are decided by rank 0 and agreed on by all (``by_step_alone``, see
-``engine``).
+``callback`` and ``agreement``).
 """
 
 from __future__ import annotations

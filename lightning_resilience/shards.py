@@ -45,7 +45,6 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
     StorageMeta,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
@@ -548,12 +547,3 @@ def metadata_bytes(plan: GlobalPlan, extents: Sequence[Sequence[tuple[MetadataIn
         plan.metadata, storage_data=positions, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION
     )
     return pickle.dumps(whole)
-
-
-def tensor_shapes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
-    """Shape of each tensor in a checkpoint, by key."""
-    return {
-        key: tuple(entry.size)
-        for key, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }

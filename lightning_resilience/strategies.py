@@ -28,7 +28,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import (
     DDPStrategy,
-    DeepSpeedStrategy,
     FSDPStrategy,
     ModelParallelStrategy,
     SingleDeviceStrategy,
@@ -50,7 +49,6 @@ from lightning_resilience.reader import CheckpointReader, canonical, empty
 PRIVATE_NAMES = (
     "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.resume_start",
     "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.dump_checkpoint",
-    "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector._restore_modules_and_callbacks",
     "lightning.pytorch.trainer.trainer:Trainer.__init__._checkpoint_connector",
     "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint._find_last_checkpoints",
     "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint._ModelCheckpoint__resolve_ckpt_dir",
@@ -67,10 +65,18 @@ PRIVATE_NAMES = (
     "lightning.pytorch.loops.fetchers:_PrefetchDataFetcher.__init__.batches",
     "lightning.pytorch.utilities.combined_loader:CombinedLoader.__init__._iterator",
     "lightning.pytorch.utilities.combined_loader:_MaxSizeCycle.__init__._consumed",
+    "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint._generate_state_key",
+    "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint._format_checkpoint_name",
+    "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint.__init__._enable_version_counter",
+    "lightning.pytorch.core.optimizer:LightningOptimizer.__init__._optimizer",
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._try_put_index",
+    "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._reset._worker_queue_idx_cycle",
+    "torch.utils.data.dataloader:_BaseDataLoaderIter._reset._sampler_iter",
+    "torch.utils.data.dataloader:DataLoader._iterator",
+    "torch.utils.data._utils.pin_memory:pin_memory",
 )
-"""Every private name of Lightning that this package relies on, as ``module:object.attribute``; an attribute after
-``__init__`` is one that the constructor sets."""
+"""Every private name of Lightning and of torch's loaders that this package relies on, as ``module:object.attribute``; an
+attribute after a method is one that the method sets."""
 
 UNSUPPORTED = {
     "DeepSpeedStrategy": "DeepSpeed keeps its own checkpoint format; use FSDPStrategy or ModelParallelStrategy.",
@@ -231,7 +237,7 @@ def family_of(strategy: Strategy) -> Family:
     """
     names = [cls.__name__ for cls in type(strategy).__mro__]
     for name, why in UNSUPPORTED.items():
-        if name in names or isinstance(strategy, DeepSpeedStrategy):
+        if name in names:
             raise SetupError(f"ResilientCheckpoint cannot serve {names[0]}.", hint=why)
     if isinstance(strategy, FSDPStrategy):
         return FSDPFamily(strategy)
@@ -511,10 +517,6 @@ class Doorway:
     def dump_checkpoint(self, weights_only: bool) -> dict[str, Any]:
         """The Trainer's checkpoint, with all hooks run; model and optimizers as the doorway gives them."""
         return self.connector.dump_checkpoint(weights_only)
-
-    @property
-    def loads_late(self) -> bool:
-        return bool(self.strategy.restore_checkpoint_after_setup)
 
     @property
     def fitting(self) -> bool:

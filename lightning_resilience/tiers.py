@@ -50,8 +50,6 @@ class LocalTier:
         root: the run folder; it may not exist yet.
     """
 
-    kind = "hot"
-
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).absolute()
 
