@@ -72,10 +72,10 @@ PRIVATE_NAMES = (
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._try_put_index",
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._reset._worker_queue_idx_cycle",
     "torch.utils.data.dataloader:_BaseDataLoaderIter._reset._sampler_iter",
-    "torch.utils.data.dataloader:DataLoader._iterator",
+    "torch.utils.data.dataloader:DataLoader.__init__._iterator",
     "torch.utils.data._utils.pin_memory:pin_memory",
 )
-"""Every private name of Lightning and of torch's loaders that this package relies on, as ``module:object.attribute``; an
+"""Every private name of Lightning and of torch's loaders that is relied on, as ``module:object.attribute``; an
 attribute after a method is one that the method sets."""
 
 UNSUPPORTED = {
