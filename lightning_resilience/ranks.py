@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import threading
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -30,6 +31,9 @@ from lightning_resilience.errors import ResilienceError
 from lightning_resilience.tiers import BLOCK, LocalTier
 
 T = TypeVar("T")
+
+ABANDON = 2.0
+"""Seconds that leaving a group may take where the other ranks do not leave it too."""
 
 FOREVER = 20 * 86400.0
 """Seconds; a store counts milliseconds in 32 bits."""
@@ -187,10 +191,13 @@ class Ranks:
         """Leave the group; rank 0 takes the board down.
 
         Args:
-            abandoned: the other ranks do not leave now: do not wait for what was asked of them and is not answered yet.
+            abandoned: the other ranks do not leave now, and may never answer what they were asked; the group is left to
+                a thread then, because it waits for them.
         """
-        if self._group is not None and dist.is_initialized() and not abandoned:
-            dist.destroy_process_group(self._group)
+        if self._group is not None and dist.is_initialized():
+            leaving = threading.Thread(target=dist.destroy_process_group, args=(self._group,), daemon=True)
+            leaving.start()
+            leaving.join(ABANDON if abandoned else None)
         self._group = None
         self._server = None
 

@@ -24,6 +24,7 @@ from lightning_resilience.manifest import MANIFEST, META, PINNED, WEIGHTS_ONLY, 
 from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.reader import CheckpointReader, canonical, load_trusted
 from lightning_resilience.resume import Source, find_last, open_explicit
+from lightning_resilience.shards import PLAIN
 from lightning_resilience.strategies import Doorway, edits_loaded_state, family_of, raw_optimizer
 from lightning_resilience.tiers import local_path
 
@@ -453,7 +454,7 @@ def _check_saveable(state: Mapping[str, Any]) -> None:
     """Stop at the first save where a tensor has no plain memory to copy."""
     for part in state.values():
         for name, value in part.items():
-            if isinstance(value, torch.Tensor) and (value.layout != torch.strided or value.is_quantized):
+            if type(value) in PLAIN and (value.layout != torch.strided or value.is_quantized):
                 raise SaveFailed(
                     f"{name} is a {'quantized' if value.is_quantized else value.layout} tensor, which cannot be saved.",
                     stage="plan",

@@ -186,7 +186,7 @@ def test_save_by_fewer_ranks_under_the_same_name_leaves_nothing_of_the_older_one
 def test_weights_only_checkpoint_of_several_ranks_is_refused_by_fit_with_what_to_do(tmp_path: Path, name: str) -> None:
     run_ranks(save_under_one_name, tmp_path, name, 2, True, world_size=2)
     (manifest,) = committed(tmp_path)
-    assert manifest.labels == ("weights-only",)
+    assert manifest.labels == ("weights-only", "pinned")
     model = TinyModel()
     trainer = make_trainer(tmp_path, checkpoint_every(tmp_path / "other", 100))
     with pytest.raises(CheckpointIncompatible, match="weights only"):

@@ -253,7 +253,7 @@ def test_a_tmpfs_that_is_too_small_is_left_alone_and_that_is_said(tmp_path: Path
     assert saves == 2
     assert mapped == []
     (line,) = [record for record in records if "event=memory" in record]
-    assert "using anonymous memory" in line
+    assert "anonymous memory" in line
     assert "0 MiB free" in line
 
 
