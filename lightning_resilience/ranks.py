@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, TCPStore
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # exported at run time only
 
 from lightning_resilience.errors import ResilienceError
 from lightning_resilience.tiers import BLOCK, LocalTier
