@@ -36,7 +36,7 @@ from lightning_resilience.agreement import Agreement
 from lightning_resilience.arguments import check_choice, check_dirpath, check_filename, check_number, the_schedule
 from lightning_resilience.engine import OVERDUE, Committed, Folder, Save
 from lightning_resilience.errors import SaveFailed, SetupError
-from lightning_resilience.manifest import HEALTHY, Manifest
+from lightning_resilience.manifest import HEALTHY, Manifest, newest_first
 from lightning_resilience.retention import Keep, Ranking, judge
 from lightning_resilience.schedule import Progress, Schedule
 from lightning_resilience.session import Session, log_save, manifests_in
@@ -237,8 +237,7 @@ class ResilientCheckpoint(ModelCheckpoint):
     def _best_first(self, committed: Mapping[str, Manifest]) -> list[str]:
         if self.ranking is not None:
             return self.ranking.best(committed)
-        healthy = [name for name in committed if committed[name].health == HEALTHY]
-        return sorted(healthy, key=lambda name: committed[name].order, reverse=True)
+        return [name for name in newest_first(committed) if committed[name].health == HEALTHY]
 
     # -- start --------------------------------------------------------------------------------------------------------
 
@@ -486,8 +485,8 @@ class ResilientCheckpoint(ModelCheckpoint):
         """Set ModelCheckpoint's public fields from what is committed."""
         folder = self._folder
         assert folder is not None
-        newest_first = sorted(self._committed, key=lambda name: self._committed[name].order, reverse=True)
-        self.last_model_path = str(folder.tier.path(newest_first[0])) if newest_first else ""
+        newest = newest_first(self._committed)[:1]
+        self.last_model_path = str(folder.tier.path(newest[0])) if newest else ""
         best = self._best_first(self._committed)
         self.best_model_path = str(folder.tier.path(best[0])) if best else ""
         if self.ranking is not None:

@@ -262,20 +262,18 @@ class Track:
 
     def _make(self, make: Callable[[], Iterator[Any]], position: Position | None) -> Iterator[Any]:
         self.count, self.passes = 0, self.passes + 1
-        loader = self._loader
-        if position is not None:
-            self.passes = position["passes"]
-        if position is not None:
-            restore_states(self._parts(), position["parts"])
-        if position is not None and position["own"] is not None and has_state(loader):
-            loader.load_state_dict(position["own"])
+        if position is None:
+            return self._plainly(make, None)
+        self.passes = position["passes"]
+        restore_states(self._parts(), position["parts"])
+        if position["own"] is not None and has_state(self._loader):
+            self._loader.load_state_dict(position["own"])
             self.count = position["count"]
             return iter(make())
-        if position is None or not position["count"]:
-            if position is not None:
-                self._set_own_generators(position["generators"])
-            return self._plainly(make, position)
-        return self._in_the_middle(make, position)
+        if position["count"]:
+            return self._in_the_middle(make, position)
+        self._set_own_generators(position["generators"])
+        return self._plainly(make, position)
 
     def _plainly(self, make: Callable[[], Iterator[Any]], position: Position | None) -> Iterator[Any]:
         """From the beginning; workers that persist go on with their generators."""

@@ -237,6 +237,11 @@ def _plain_name(name: object) -> str:
     return name
 
 
+def newest_first(manifests: Mapping[str, Manifest]) -> list[str]:
+    """Names of checkpoints, the newest first."""
+    return sorted(manifests, key=lambda name: manifests[name].order, reverse=True)
+
+
 def _number_out(value: float) -> float | str:
     return value if math.isfinite(value) else str(float(value))
 

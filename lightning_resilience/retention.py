@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from lightning_resilience.errors import SetupError
-from lightning_resilience.manifest import HEALTHY, PINNED, WEIGHTS_ONLY, Manifest
+from lightning_resilience.manifest import HEALTHY, PINNED, WEIGHTS_ONLY, Manifest, newest_first
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,12 @@ def judge(
     Returns:
         One verdict a checkpoint, newest first.
     """
-    newest_first = sorted(manifests, key=lambda name: manifests[name].order, reverse=True)
-    reasons: dict[str, list[str]] = {name: [] for name in newest_first}
+    in_order = newest_first(manifests)
+    reasons: dict[str, list[str]] = {name: [] for name in in_order}
 
-    for place, name in enumerate(newest_first if keep.last == -1 else newest_first[: keep.last], start=1):
+    for place, name in enumerate(in_order if keep.last == -1 else in_order[: keep.last], start=1):
         reasons[name].append("newest" if place == 1 else f"{_ordinal(place)} newest")
-    resumable = [name for name in newest_first if WEIGHTS_ONLY not in manifests[name].labels]
+    resumable = [name for name in in_order if WEIGHTS_ONLY not in manifests[name].labels]
     healthy = [name for name in resumable if manifests[name].health == HEALTHY]
     for guarded, why in ((resumable[:1], "newest to resume from"), (healthy[:1], "newest healthy")):
         for name in guarded:
@@ -100,7 +100,7 @@ def judge(
         best = ranking.best(manifests)
         for place, name in enumerate(best if keep.top_k == -1 else best[: keep.top_k], start=1):
             reasons[name].append(f"{'' if place == 1 else _ordinal(place) + ' '}best {ranking.monitor}")
-    for name in newest_first:
+    for name in in_order:
         if PINNED in manifests[name].labels:
             reasons[name].append(PINNED)
         if name in in_use:

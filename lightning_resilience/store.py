@@ -18,7 +18,17 @@ from lightning_resilience.errors import (
     CheckpointUncommitted,
     ResilienceError,
 )
-from lightning_resilience.manifest import EXTENSION, MANIFEST, META, METADATA, PARTIAL, REMOVED, FileEntry, Manifest
+from lightning_resilience.manifest import (
+    EXTENSION,
+    MANIFEST,
+    META,
+    METADATA,
+    PARTIAL,
+    REMOVED,
+    FileEntry,
+    Manifest,
+    newest_first,
+)
 from lightning_resilience.retention import Keep, Ranking, Verdict, judge
 from lightning_resilience.tiers import LocalTier
 
@@ -34,7 +44,7 @@ class Listing:
 
     def newest_first(self) -> list[str]:
         """Names of the committed ones, newest first."""
-        return sorted(self.committed, key=lambda name: self.committed[name].order, reverse=True)
+        return newest_first(self.committed)
 
 
 def list_checkpoints(tier: LocalTier) -> Listing:

@@ -154,8 +154,7 @@ class ModelParallelFamily(PlainFamily):
     loads_late = True
 
     def identical(self, state: Mapping[str, Any]) -> frozenset[str]:
-        """Step counters and other single numbers; a plain parameter in a sharded model is its user's to keep equal."""
-        return frozenset(key for key, value in _flat_moments(state) if value.dim() == 0)
+        return _single_numbers(state)
 
 
 class FSDPFamily(PlainFamily):
@@ -193,7 +192,7 @@ class FSDPFamily(PlainFamily):
             return FSDP.optim_state_dict(self._wrapped, optimizer, _without_gaps(optimizer))
 
     def identical(self, state: Mapping[str, Any]) -> frozenset[str]:
-        return frozenset(key for key, value in _flat_moments(state) if value.dim() == 0)
+        return _single_numbers(state)
 
     def load_model(self, reader: CheckpointReader, strict: bool) -> None:
         with self._sharded():
@@ -482,6 +481,12 @@ def _flat_moments(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
                 for key, value in of_parameter.items() if isinstance(of_parameter, dict) else ():
                     if isinstance(value, Tensor) and not isinstance(value, DTensor):
                         yield f"{part}.state.{name}.{key}", value
+
+
+def _single_numbers(state: Mapping[str, Any]) -> frozenset[str]:
+    """Step counters and the like, which are all that sharded ranks hold alike: a plain parameter in a sharded model is
+    its user's to keep equal."""
+    return frozenset(key for key, value in _flat_moments(state) if value.dim() == 0)
 
 
 def _moments(state: Mapping[str, Any]) -> set[str]:
