@@ -3,8 +3,7 @@
 It decides when, and leaves how to the engine::
 
     setup                 open the folder, join the ranks, take the strategy's place for saves and loads
-    on_train_batch_end    hear of commits; ask the schedule; save at a step boundary
-    on_validation_end     save what got into the top k
+    between two batches   hear of commits; ask the schedule; save at a step boundary
     on_train_end          save the last step, wait for it
     teardown              end the background work
     on_exception          the same without the other ranks, within seconds
@@ -182,11 +181,13 @@ class ResilientCheckpoint(ModelCheckpoint):
         self._folder: Folder | None = None
         self._agreement: Agreement | None = None
         self._started = Progress(0, 0.0)
-        self._reason = ""
+        self._reasons: list[str] = []
+        self._epoch = 0
         self._saved_at: tuple[int, int] | None = None
         self._committed: dict[str, Manifest] = {}
         self._validation_metrics: set[str] = set()
-        self._validated_at = -1
+        self._validated = False
+        self._metrics_are_of: tuple[int, int] | None = None
         self._overdue: Save | None = None
 
     def _the_keep(self, keep: Keep | None) -> Keep:
@@ -305,6 +306,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         if self._session is None:
             return
         self._agreement = Agreement(self._session.ranks)
+        self._session.between_batches.append(self._between_batches)
         self._started = self._now(trainer)
         if self._session.resumed is not None:
             self._saved_at = self._position(trainer)
@@ -312,33 +314,31 @@ class ResilientCheckpoint(ModelCheckpoint):
 
     # -- when to save -------------------------------------------------------------------------------------------------
 
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def _between_batches(self, epoch: int, epoch_ended: bool) -> None:
+        """Lightning is done with a batch, its validation and, where it was the last, its epoch: save if it is time."""
         session = self._session
         if session is None or self._agreement is None:
             return
-        self._hear(trainer, pl_module)
-        at_boundary = session.at_step_boundary()
+        trainer, self._epoch = session.trainer, epoch
+        self._hear(trainer, trainer.lightning_module)
         now = self._now(trainer)
         answer = self._agreement.ask(self._wanted_by_time(now) if session.ranks.rank == 0 else None)
-        if answer is not None:
-            self._reason = answer
-        if not at_boundary:
-            return
+        self._reasons += [answer] if answer else []
+        if self._validated:
+            self._metrics_are_of = self._position(trainer)
+        if epoch_ended if self._should_save_on_train_epoch_end(trainer) else self._validated:
+            self._reasons += self._reasons_of_an_evaluation(trainer, epoch)
+        if not session.at_step_boundary():
+            return  # what is wanted stays wanted until the accumulation window ends
         by_step = self.schedule.by_step_alone()
-        ends = "end of training" if session.ends_within_an_epoch() else None
-        due = (by_step.due(now, self._started) if by_step else None, self._reason, ends)
-        reasons = [reason for reason in due if reason]
-        if not reasons:
-            return
-        if session.validation_follows():
-            # Saved when the validation that begins now has ended: with its score, and a resume does not skip it.
-            self._reason = "; ".join(reasons)
-            return
-        self._reason = ""
-        self._save(trainer, "; ".join(reasons))
+        due = by_step.due(now, self._started) if by_step else None
+        ends = not epoch_ended and session.ends_within_an_epoch()
+        reasons = [reason for reason in (due, *self._reasons, "end of training" if ends else None) if reason]
+        self._validated, self._reasons = False, []
+        if ends:
+            self._wait(trainer, trainer.lightning_module)
+        if reasons:
+            self._save(trainer, "; ".join(dict.fromkeys(reasons)), epoch)
 
     def _wanted_by_time(self, now: Progress) -> str | None:
         by_agreement = self.schedule.by_agreement()
@@ -346,6 +346,18 @@ class ResilientCheckpoint(ModelCheckpoint):
         if by_agreement is None or self._session.engine.busy:
             return None
         return by_agreement.due(now, self._started)
+
+    def _reasons_of_an_evaluation(self, trainer: Trainer, epoch: int) -> list[str]:
+        """Why to save when an epoch, or a validation, has ended."""
+        reasons = []
+        if self._every_epochs and (epoch + 1) % self._every_epochs == 0:
+            reasons.append("end of epoch")
+        assert self._session is not None
+        if self._session.ranks.broadcast(self._gets_into_top_k(trainer)):
+            reasons.append(
+                f"among the {self.save_top_k} best {self.monitor}" if self.save_top_k > 1 else f"best {self.monitor}"
+            )
+        return reasons
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -357,29 +369,15 @@ class ResilientCheckpoint(ModelCheckpoint):
         if self._agreement is None or trainer.sanity_checking or trainer.state.fn != "fit":
             return
         self._validation_metrics |= set(trainer.callback_metrics) - self._metrics_before_validation
-        self._validated_at = trainer.global_step
-        put_off = self._reason and not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        if put_off or not self._should_save_on_train_epoch_end(trainer):
-            self._save_with_metrics(trainer)
+        self._validated = True
+
+    @override
+    def on_train_batch_end(self, *args: Any) -> None:
+        """Too early to save: see ``_between_batches``."""
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._agreement is not None and self._should_save_on_train_epoch_end(trainer):
-            self._save_with_metrics(trainer)
-
-    def _save_with_metrics(self, trainer: Trainer) -> None:
-        """Save at the end of a validation or an epoch, if anybody asks for it; one save for all of them."""
-        reasons = [self._reason] if self._reason else []
-        self._reason = ""
-        if self._every_epochs and (trainer.current_epoch + 1) % self._every_epochs == 0:
-            reasons.append("end of epoch")
-        assert self._session is not None
-        if self._session.ranks.broadcast(self._gets_into_top_k(trainer)):
-            reasons.append(
-                f"among the {self.save_top_k} best {self.monitor}" if self.save_top_k > 1 else f"best {self.monitor}"
-            )
-        if reasons:
-            self._save(trainer, "; ".join(reasons))
+        """Too early to save: see ``_between_batches``."""
 
     def _gets_into_top_k(self, trainer: Trainer) -> bool:
         if self.ranking is None or self.save_top_k == 0:
@@ -395,20 +393,28 @@ class ResilientCheckpoint(ModelCheckpoint):
 
     # -- save ---------------------------------------------------------------------------------------------------------
 
-    def _save(self, trainer: Trainer, reason: str) -> Save | None:
-        """Start a save of this step, unless it is saved already or one is under way.  Collective."""
+    def _save(self, trainer: Trainer, reason: str, epoch: int, *, settled: bool = True) -> Save | None:
+        """Start a save of this step, unless it is saved already or one is under way.  Collective.
+
+        Args:
+            trainer: the Trainer.
+            reason: why.
+            epoch: the epoch that the last batch belonged to.
+            settled: whether Lightning is between two batches, rather than anywhere.
+        """
         session, folder = self._session, self._folder
         assert session is not None
         assert folder is not None
         if self._saved_at == self._position(trainer):
             return None
         self._stop_after_failures()
-        metrics = self._metrics(trainer)
         save = session.save(
             folder,
-            self._name(trainer),
+            self._name(trainer, epoch),
+            epoch=epoch,
             reason=reason,
-            metrics=metrics,
+            metrics=self._metrics(trainer),
+            settled=settled,
             weights_only=self.save_weights_only,
             replace=not self._enable_version_counter,
         )
@@ -417,15 +423,15 @@ class ResilientCheckpoint(ModelCheckpoint):
             self._started = self._now(trainer)
         return save
 
-    def _name(self, trainer: Trainer) -> str:
+    def _name(self, trainer: Trainer, epoch: int) -> str:
         """The checkpoint's name from the template; slashes in metrics' names do not make folders."""
-        path = self.format_checkpoint_name(self._monitor_candidates(trainer))
+        path = self.format_checkpoint_name({**self._monitor_candidates(trainer), "epoch": torch.tensor(epoch)})
         return os.path.relpath(path, self.dirpath).replace(os.sep, "_")
 
     def _metrics(self, trainer: Trainer) -> dict[str, float]:
         """The numbers logged at this step; those of an earlier validation belong to an earlier step and are left
         out."""
-        fresh = self._validated_at == trainer.global_step
+        fresh = self._metrics_are_of == self._position(trainer)
         return {
             name: float(value)
             for name, value in trainer.callback_metrics.items()
@@ -515,7 +521,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         self._agreement.close()
         self._wait(trainer, pl_module)
         while self._saved_at != self._position(trainer) and self._now(trainer).step > 0:
-            self._save(trainer, "end of training")
+            self._save(trainer, "end of training", self._epoch)
             self._wait(trainer, pl_module)
 
     def _wait(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -550,7 +556,8 @@ class ResilientCheckpoint(ModelCheckpoint):
         try:
             if self.save_on_exception and session.ranks.world_size == 1 and self._agreement is not None:
                 session.engine.drain(DRAIN_AFTER_EXCEPTION)
-                self._save(trainer, f"{type(exception).__name__}: {exception}"[:200])
+                reason = f"{type(exception).__name__}: {exception}"[:200]
+                self._save(trainer, reason, trainer.current_epoch, settled=False)
         except Exception as error:  # the exception that ends training is the one to be seen
             log.warning("event=save step=%d outcome=failed error=%r", trainer.global_step, error)
         finally:

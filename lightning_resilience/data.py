@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -51,7 +52,7 @@ class Guide(Protocol):
 
     @property
     def undecided(self) -> bool:
-        """Whether iterators made now should be empty, because a resume is still to be decided."""
+        """Whether iterators made now should be empty, because others are made before they are read."""
 
     def position_of(self, loader: object) -> Position | None:
         """Where ``loader`` begins; None for its beginning."""
@@ -78,6 +79,16 @@ class Loop(Protocol):
     def begin_reading(self) -> None:
         """Make the iterators of the training loaders."""
 
+    def reloaded_in(self) -> float:
+        """The epoch in which the loaders were made."""
+
+    def set_reloaded_in(self, epoch: float) -> None:
+        """Undo ``reloaded_in``, unless loaders that were made in ``epoch`` would be made anew by now."""
+
+    @property
+    def sets_up(self) -> bool:
+        """Whether the loaders are being made, and not read yet."""
+
     @property
     def processes_training_data(self) -> bool:
         """Whether training data is what is being handled now."""
@@ -89,8 +100,7 @@ class DataPosition:
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self._saved: dict[str, Any] | None = None
-        self._undecided = True
-        self._tracked: list[Any] = []
+        self._tracked: list[weakref.ref[Any]] = []
 
     @property
     def training(self) -> bool:
@@ -98,17 +108,19 @@ class DataPosition:
 
     @property
     def undecided(self) -> bool:
-        return self._undecided and self.exact()
+        return self._loop.sets_up and self.exact()
 
     def track(self, loader: Any) -> Any:
         """Track a training loader."""
-        self._tracked.append(track(loader, self))
+        if track_of(track(loader, self)) is not None:
+            self._tracked = [other for other in self._tracked if other() is not None]
+            self._tracked.append(weakref.ref(loader))
         return loader
 
     def close(self) -> None:
         """Let all loaders be what they were."""
-        for loader in self._tracked:
-            release(loader)
+        for tracked in self._tracked:
+            release(tracked())
         self._tracked.clear()
 
     def state(self) -> dict[str, Any]:
@@ -116,7 +128,7 @@ class DataPosition:
         ahead = self._loop.batches_ahead()
         tracks = [track_of(loader) for loader in self._loop.train_loaders()]
         loaders = [found.position(ahead) if found is not None else None for found in tracks]
-        return {"loaders": loaders, "cycled": self._loop.cycled()}
+        return {"loaders": loaders, "cycled": self._loop.cycled(), "reloaded_in": self._loop.reloaded_in()}
 
     def go_to(self, saved: dict[str, Any]) -> None:
         """Begin where ``saved`` says; called before the first batch is read."""
@@ -130,12 +142,16 @@ class DataPosition:
         position = saved[place] if place is not None and place < len(saved) else None
         if position is None or not self._loop.at_epoch_start():
             return position
-        return {**position, "count": 0, "passes": 0}
+        return {**position, "count": 0, "passes": 0, "ended_at": position["count"]}
+
+    def epoch_begins(self) -> None:
+        """The first epoch of this process is about to begin, with loaders that were made in it."""
+        if self._saved is not None and self.exact():
+            self._loop.set_reloaded_in(self._saved["reloaded_in"])
 
     def begun(self) -> None:
         """The first batch is about to be read: make the iterators, where they begin."""
-        exact, self._undecided = self.exact(), False
-        if exact:
+        if self.exact():
             self._loop.begin_reading()
             if self._saved is not None and not self._loop.at_epoch_start():
                 self._loop.set_cycled(self._saved["cycled"])
@@ -272,13 +288,16 @@ class Track:
             return iter(make())
         if position["count"]:
             return self._in_the_middle(make, position)
+        if _persists(self._loader) and position["ended_at"] < (sized_len(self._loader) or 0):
+            # The last epoch was cut short, with batches in its workers' hands that they still made.
+            self._in_the_middle(make, {**position, "count": position["ended_at"]})
         self._set_own_generators(position["generators"])
         return self._plainly(make, position)
 
     def _plainly(self, make: Callable[[], Iterator[Any]], position: Position | None) -> Iterator[Any]:
         """From the beginning; workers that persist go on with their generators."""
         loader = self._loader
-        persist = bool(getattr(loader, "persistent_workers", False))
+        persist = _persists(loader)
         states = position["workers"] if position is not None and persist else {}
         self.start = self._generators() if _workers(loader) else None
         if self.start is not None:
@@ -400,6 +419,10 @@ def restore_states(stateful: dict[str, Any], states: dict[str, Any]) -> None:
     for name, part in stateful.items():
         if name in states:
             part.load_state_dict(states[name])
+
+
+def _persists(loader: Any) -> bool:
+    return bool(getattr(loader, "persistent_workers", False))
 
 
 def _workers(loader: Any) -> int:

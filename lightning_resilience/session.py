@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_resilience import run_state, store, trainer_state
+from lightning_resilience import logged, run_state, store, trainer_state
 from lightning_resilience.data import DataPosition
 from lightning_resilience.engine import OVERDUE, Engine, Facts, Folder, Save, Snapshot
 from lightning_resilience.errors import CheckpointCorrupt, CheckpointIncompatible, CheckpointNotFound, SaveFailed
@@ -60,6 +60,8 @@ class Session:
         self.resume_last: list[tuple[Folder, list[str]]] = []
         """Where to look for ``ckpt_path="last"``, filled by callbacks that were asked for it: an open folder, and
         others."""
+        self.between_batches: list[Callable[[int, bool], None]] = []
+        """Called after each batch with its epoch and whether that has ended; see ``Doorway.between_batches``."""
         self.on_unrestorable = "raise"
         self._finished: list[Save] = []
         self._users = 0
@@ -70,6 +72,8 @@ class Session:
         self._loaded: dict[str, Any] = {}
         self._checked_meta = False
         self._generators: Callable[[], None] | None = None
+        self._settled = False
+        self._logged: list[logged.Logged] = []
         self._doorway = Doorway(trainer)
         self.data = DataPosition(self._doorway)
         self.exact_data = True
@@ -114,9 +118,22 @@ class Session:
         door.replace(door.strategy, "load_model_state_dict", self._make_load_model_state_dict)
         door.replace(door.strategy, "load_optimizer_state_dict", self._make_load_optimizer_state_dict)
         door.replace(door.connector, "resume_start", self._make_resume_start)
+        door.replace(door.connector, "resume_end", self._make_resume_end)
         if door.fitting:
             door.replace(door.strategy, "process_dataloader", self._make_process_dataloader)
-            door.before_first_batch(lambda: self.data.begun() if self.exact_data else None)
+            door.watch_set_up()
+            door.before_first_batch(self._before_first_batch)
+            door.between_batches(self._tell_between_batches)
+
+    def _before_first_batch(self) -> None:
+        if self._settled:
+            self._doorway.resumes_between_batches(at_the_first_batch=True)
+        if self.exact_data:
+            self.data.begun()
+
+    def _tell_between_batches(self, epoch: int, epoch_ended: bool) -> None:
+        for action in self.between_batches:
+            action(epoch, epoch_ended)
 
     def _detach(self, abandoned: bool = False) -> None:
         self._doorway.close()
@@ -140,13 +157,8 @@ class Session:
         """Whether no gradients of a half-done accumulation window would be lost now."""
         return self._doorway.at_step_boundary()
 
-    def validation_follows(self) -> bool:
-        """Whether validation runs right after the current training batch."""
-        # With an interval in wall time Lightning asks each rank's clock; rank 0's answer is taken for all.
-        return self.ranks.broadcast(self._doorway.validation_follows())
-
     def ends_within_an_epoch(self) -> bool:
-        """Whether ``max_steps`` is reached now, in the middle of an epoch that a longer run would go on with."""
+        """Whether training stops now, in the middle of an epoch that a longer run would go on with."""
         return self._doorway.ends_within_an_epoch()
 
     def finished(self, folder: Folder | None) -> list[Save]:
@@ -165,14 +177,29 @@ class Session:
         *,
         reason: str,
         metrics: Mapping[str, float],
+        epoch: int,
+        settled: bool,
         weights_only: bool = False,
         replace: bool = False,
     ) -> Save | None:
-        """Start a save of the Trainer's state as it is now; None where one is under way."""
-        facts = self._facts(reason, metrics, weights_only)
-        return self.engine.save(
-            folder, name, facts, lambda: self._snapshot(self._doorway.dump_checkpoint(weights_only)), replace=replace
-        )
+        """Start a save of the Trainer's state as it is now; None where one is under way.
+
+        Args:
+            folder: where to.
+            name: of the checkpoint.
+            reason: why, for the manifest.
+            metrics: for the manifest.
+            epoch: for the manifest.
+            settled: whether Lightning is between two batches, with nothing of the last one left to do.
+            weights_only: leave out all but the weights.
+            replace: whether a checkpoint of that name gives way.
+        """
+        facts = self._facts(reason, epoch, metrics, weights_only)
+
+        def capture() -> Snapshot:
+            return self._snapshot(self._doorway.dump_checkpoint(weights_only), settled)
+
+        return self.engine.save(folder, name, facts, capture, replace=replace)
 
     def save_now(
         self, folder: Folder, name: str, facts: Facts, capture: Callable[[], Snapshot], *, replace: bool
@@ -190,11 +217,11 @@ class Session:
         return save
 
     def _facts(
-        self, reason: str, metrics: Mapping[str, float], weights_only: bool, labels: tuple[str, ...] = ()
+        self, reason: str, epoch: int, metrics: Mapping[str, float], weights_only: bool, labels: tuple[str, ...] = ()
     ) -> Facts:
         return Facts(
             step=self.trainer.global_step,
-            epoch=self.trainer.current_epoch,
+            epoch=epoch,
             reason=reason,
             strategy=type(self.trainer.strategy).__name__,
             labels=(*((WEIGHTS_ONLY,) if weights_only else ()), *labels),
@@ -202,7 +229,7 @@ class Session:
             versions=trainer_state.VERSIONS,
         )
 
-    def _snapshot(self, checkpoint: dict[str, Any]) -> Snapshot:
+    def _snapshot(self, checkpoint: dict[str, Any], settled: bool = False) -> Snapshot:
         """Split a Trainer's checkpoint into tensors for DCP and the rest, which is serialised here and now."""
         state, rest = trainer_state.split(checkpoint, self.family.prefix)
         meta: bytes | Exception = b""
@@ -210,7 +237,11 @@ class Session:
             meta = self._dump(rest)
         _check_saveable(state)
         identical = self.family.identical(state)
-        own = {**run_state.capture(), "data": self.data.state()} if self.exact_data else dict(run_state.capture())
+        own: dict[str, Any] = {**run_state.capture(), "settled": settled}
+        if self._doorway.training:
+            own["logged"] = logged.capture(self.trainer)
+        if self.exact_data:
+            own["data"] = self.data.state()
         return Snapshot(state, identical, meta, run_state.to_bytes(own))
 
     def _dump(self, rest: Mapping[str, Any]) -> bytes | Exception:
@@ -236,7 +267,7 @@ class Session:
             raise TypeError("storage_options is not used: ResilientCheckpoint writes to a folder.")
         path = local_path(self.ranks.broadcast(os.fspath(filepath))).absolute()
         weights_only = "optimizer_states" not in checkpoint
-        facts = self._facts("trainer.save_checkpoint", {}, weights_only, (PINNED,))
+        facts = self._facts("trainer.save_checkpoint", self.trainer.current_epoch, {}, weights_only, (PINNED,))
         save = self.save_now(
             self.folder(path.parent), path.name, facts, lambda: self._snapshot(checkpoint), replace=True
         )
@@ -270,6 +301,19 @@ class Session:
                 original(source, weights_only=weights_only)
 
         return resume_start
+
+    def _make_resume_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def resume_end() -> None:
+            original()
+            why = self._doorway.stopped_early() if self.resumed is not None else None
+            if why is not None:
+                self.trainer.should_stop = True
+                rank_zero_info(
+                    f"The run that is resumed had been stopped by EarlyStopping, and stays so: {why} To train on,"
+                    " remove the EarlyStopping callback or give it another monitor."
+                )
+
+        return resume_end
 
     def _choose(self, checkpoint_path: Any) -> Source | str | None:
         """What to load: a checkpoint of ours, a path for stock Lightning to load, or nothing."""
@@ -437,6 +481,8 @@ class Session:
             self._generators = lambda: run_state.derive(base, step, rank)
             return
         state = load_trusted(source.locate(rank_file(rank)).read_bytes())
+        self._settled = state.get("settled", False)
+        self._logged = [state["logged"]] if "logged" in state else []
         self._generators = lambda: run_state.restore(state)
         if self.exact_data and (saved := state.get("data")) is not None:
             self.data.go_to(saved)
@@ -446,6 +492,12 @@ class Session:
 
     def _restore_generators(self) -> None:
         """Last of all, after everything at start-up that draws from them."""
+        if self.exact_data:
+            self.data.epoch_begins()
+        if self._settled:
+            self._doorway.resumes_between_batches(at_the_first_batch=False)
+        if self._logged:
+            logged.restore(self.trainer, self._logged)
         if self._generators is not None:
             self._generators()
 

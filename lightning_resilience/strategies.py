@@ -25,7 +25,9 @@ from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
+from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.strategies import (
     DDPStrategy,
     FSDPStrategy,
@@ -35,6 +37,7 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -42,12 +45,14 @@ from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_resilience.errors import CheckpointIncompatible, SetupError
 from lightning_resilience.reader import CheckpointReader, canonical, empty
 
 PRIVATE_NAMES = (
     "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.resume_start",
+    "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.resume_end",
     "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.dump_checkpoint",
     "lightning.pytorch.trainer.trainer:Trainer.__init__._checkpoint_connector",
     "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint._find_last_checkpoints",
@@ -55,12 +60,16 @@ PRIVATE_NAMES = (
     "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint._monitor_candidates",
     "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint._should_save_on_train_epoch_end",
     "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._should_accumulate",
-    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._should_check_val_fx",
+    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop.on_advance_end",
+    "lightning.pytorch.loops.fit_loop:_FitLoop.on_advance_end",
+    "lightning.pytorch.loops.fit_loop:_FitLoop.setup_data",
+    "lightning.pytorch.loops.loop:_Loop.restarting",
     "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._num_ready_batches_reached",
     "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop.on_run_start",
     "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop.reset",
     "lightning.pytorch.loops.fit_loop:_FitLoop.on_advance_start",
     "lightning.pytorch.loops.fit_loop:_FitLoop.__init__._data_fetcher",
+    "lightning.pytorch.loops.fit_loop:_FitLoop.__init__._last_train_dl_reload_epoch",
     "lightning.pytorch.loops.fit_loop:_FitLoop.__init__._combined_loader",
     "lightning.pytorch.loops.fetchers:_PrefetchDataFetcher.__init__.batches",
     "lightning.pytorch.utilities.combined_loader:CombinedLoader.__init__._iterator",
@@ -69,6 +78,21 @@ PRIVATE_NAMES = (
     "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint._format_checkpoint_name",
     "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint.__init__._enable_version_counter",
     "lightning.pytorch.core.optimizer:LightningOptimizer.__init__._optimizer",
+    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop.__init__._results",
+    "lightning.pytorch.trainer.trainer:Trainer.__init__._logger_connector",
+    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector.__init__._callback_metrics",
+    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector.__init__._logged_metrics",
+    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector.__init__"
+    "._progress_bar_metrics",
+    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector.__init__._first_loop_iter",
+    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector.__init__._current_fx",
+    "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultCollection.log",
+    "lightning.pytorch.trainer.connectors.logger_connector.result:_Metadata",
+    "lightning.pytorch.trainer.connectors.logger_connector.result:_Sync",
+    "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric.__init__.has_reset",
+    "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric.__init__._forward_cache",
+    "torchmetrics:Metric.__init__._update_count",
+    "torchmetrics:Metric.__init__._computed",
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._try_put_index",
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._reset._worker_queue_idx_cycle",
     "torch.utils.data.dataloader:_BaseDataLoaderIter._reset._sampler_iter",
@@ -77,6 +101,9 @@ PRIVATE_NAMES = (
 )
 """Every private name of Lightning and of torch's loaders that is relied on, as ``module:object.attribute``; an
 attribute after a method is one that the method sets."""
+
+LONGEST_WINDOW = 1000
+"""Batches without a step of any optimizer after which a model that optimizes by hand is taken to use none."""
 
 UNSUPPORTED = {
     "DeepSpeedStrategy": "DeepSpeed keeps its own checkpoint format; use FSDPStrategy or ModelParallelStrategy.",
@@ -503,6 +530,8 @@ class Doorway:
         self.trainer = trainer
         self.strategy = trainer.strategy
         self.connector = trainer._checkpoint_connector
+        self.sets_up = False
+        self._steps_by_hand = StepsByHand()
         self._replaced: list[tuple[object, str]] = []
 
     def replace(self, owner: object, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -512,6 +541,7 @@ class Doorway:
 
     def close(self) -> None:
         """Take everything out."""
+        self._steps_by_hand.close()
         for owner, name in self._replaced:
             with suppress(AttributeError):
                 delattr(owner, name)
@@ -528,19 +558,61 @@ class Doorway:
         return self.trainer.state.fn == TrainerFn.FITTING
 
     def at_step_boundary(self) -> bool:
-        """Whether no gradients of a half-done accumulation window would be lost now."""
+        """Whether no gradients of a half-done accumulation window would be lost now.  Asked once a batch."""
         module = self.trainer.lightning_module
-        return not module.automatic_optimization or not self.trainer.fit_loop.epoch_loop._should_accumulate()
+        if module.automatic_optimization:
+            return not self.trainer.fit_loop.epoch_loop._should_accumulate()
+        return self._steps_by_hand.done(module)
 
     def ends_within_an_epoch(self) -> bool:
-        """Whether ``max_steps`` is reached now, in the middle of an epoch that a longer run would go on with."""
-        trainer = self.trainer
-        return trainer.global_step == trainer.max_steps and not trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+        """Whether training stops now, in the middle of an epoch that a longer run would go on with."""
+        loop = self.trainer.fit_loop.epoch_loop
+        return loop.done and not loop._num_ready_batches_reached()
 
-    def validation_follows(self) -> bool:
-        """Whether validation runs right after the current training batch."""
-        fetcher = self.trainer.fit_loop._data_fetcher
-        return fetcher is not None and bool(self.trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher))
+    def between_batches(self, action: Callable[[int, bool], None]) -> None:
+        """Run ``action(epoch, epoch_ended)`` whenever Lightning is done with a batch and with all that follows it: its
+        validation, and after the last batch of an epoch the epoch's end.
+
+        The hooks that callbacks have for this come too early: loops, schedulers and loggers still move after them.
+        """
+        fit_loop, epoch_loop = self.trainer.fit_loop, self.trainer.fit_loop.epoch_loop
+
+        def after_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+            def on_advance_end(*args: Any, **kwargs: Any) -> None:
+                original(*args, **kwargs)
+                if not epoch_loop._num_ready_batches_reached():
+                    action(self.trainer.current_epoch, False)
+
+            return on_advance_end
+
+        def after_epoch(original: Callable[..., Any]) -> Callable[..., Any]:
+            def on_advance_end(*args: Any, **kwargs: Any) -> None:
+                epoch = self.trainer.current_epoch
+                original(*args, **kwargs)
+                action(epoch, True)
+
+            return on_advance_end
+
+        self.replace(epoch_loop, "on_advance_end", after_batch)
+        self.replace(fit_loop, "on_advance_end", after_epoch)
+
+    def resumes_between_batches(self, at_the_first_batch: bool) -> None:
+        """The state that is resumed was saved by ``between_batches``, so nothing of the batch or the epoch before is
+        left to do, which Lightning would do again.
+
+        Args:
+            at_the_first_batch: the first training batch is about to be read; otherwise an epoch is about to begin.
+        """
+        progress = self.trainer.fit_loop.epoch_progress.current
+        if at_the_first_batch or progress.ready == progress.completed:
+            _Loop.restarting.fset(self.trainer.fit_loop, False)  # type: ignore[attr-defined]  # past the loop's setter
+
+    def stopped_early(self) -> str | None:
+        """Why the run that is resumed had been stopped by an ``EarlyStopping``; None where it had not."""
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]  # set by Lightning, untyped
+            if isinstance(callback, EarlyStopping) and callback.stopping_reason is not EarlyStoppingReason.NOT_STOPPED:
+                return callback.stopping_reason_message or callback.stopping_reason.name
+        return None
 
     def last_of_stock_callbacks(self) -> str | None:
         """What ``ckpt_path="last"`` means to the stock ModelCheckpoints of this Trainer: their newest ``last.ckpt``."""
@@ -580,6 +652,17 @@ class Doorway:
         combined = self.trainer.fit_loop._combined_loader
         return list(getattr(getattr(combined, "_iterator", None), "_consumed", ()))
 
+    def reloaded_in(self) -> float:
+        """The epoch in which the training loaders were made."""
+        return self.trainer.fit_loop._last_train_dl_reload_epoch
+
+    def set_reloaded_in(self, epoch: float) -> None:
+        """Undo ``reloaded_in``, unless loaders that were made in ``epoch`` would be made anew by now."""
+        trainer = self.trainer
+        every: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set by Lightning, untyped
+        if trainer.current_epoch - epoch < every:
+            trainer.fit_loop._last_train_dl_reload_epoch = epoch
+
     def set_cycled(self, cycled: list[bool]) -> None:
         """Undo ``cycled``."""
         combined = self.trainer.fit_loop._combined_loader
@@ -591,6 +674,21 @@ class Doorway:
         """Whether the next training batch is the first of an epoch."""
         progress = self.trainer.fit_loop.epoch_loop.batch_progress
         return bool(progress.current.ready == 0)
+
+    def watch_set_up(self) -> None:
+        """Let ``sets_up`` tell whether the training loaders are being made, and not read yet."""
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def setup_data(*args: Any, **kwargs: Any) -> Any:
+                self.sets_up = True
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    self.sets_up = False
+
+            return setup_data
+
+        self.replace(self.trainer.fit_loop, "setup_data", make)
 
     def begin_reading(self) -> None:
         """Make the iterators of the training loaders, which at start-up were left empty."""
@@ -604,6 +702,11 @@ class Doorway:
         assert fit_loop._data_fetcher is not None
         iter(fit_loop._data_fetcher)
         fit_loop._data_fetcher.fetched += loop.batch_progress.current.ready
+
+    @property
+    def training(self) -> bool:
+        """Whether the training loop is what runs now."""
+        return self.fitting and bool(self.trainer.training)
 
     @property
     def processes_training_data(self) -> bool:
@@ -639,6 +742,34 @@ class Doorway:
             return on_run_start
 
         self.replace(epoch_loop, "on_run_start", make)
+
+
+class StepsByHand:
+    """Manual optimization: whether a batch ended an accumulation window, that is whether any optimizer stepped in it,
+    the Trainer's or one that the Trainer knows nothing of."""
+
+    def __init__(self) -> None:
+        self._stepped = False
+        self._since = 0
+        self._hook = register_optimizer_step_post_hook(self._note)
+
+    def _note(self, *_: Any) -> None:
+        self._stepped = True
+
+    def done(self, module: LightningModule) -> bool:
+        """Whether the batch that has just ended left no gradients for a later step."""
+        stepped, self._stepped = self._stepped, False
+        self._since = 0 if stepped or all(p.grad is None for p in module.parameters()) else self._since + 1
+        if self._since == LONGEST_WINDOW:
+            rank_zero_warn(
+                f"No optimizer has stepped for {LONGEST_WINDOW} batches: gradients are taken not to accumulate over"
+                " batches, and saves are made after any of them."
+            )
+        return not 0 < self._since < LONGEST_WINDOW
+
+    def close(self) -> None:
+        """Stop listening to optimizers."""
+        self._hook.remove()
 
 
 ANYWHERE = os.sep

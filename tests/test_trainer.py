@@ -300,8 +300,8 @@ def test_names_that_are_taken_get_a_version(tmp_path: Path) -> None:
     fit(tmp_path, ResilientCheckpoint(tmp_path / "run", filename="{epoch}", schedule=EverySteps(3)))
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
         "epoch=0-v1.ckpt",
+        "epoch=0-v2.ckpt",
         "epoch=0.ckpt",
-        "epoch=1.ckpt",
     ]
 
 
