@@ -1,4 +1,4 @@
-"""State that each rank has for itself: its random number generators.
+"""State that each rank has for itself: its random number generators, and buffers that ranks do not share.
 
 It is saved one file a rank, because DCP keeps one copy of entries that share a key: two ranks' generators under one
 name would come back as one rank's, for both.
@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import io
 import random
+from collections.abc import Container, Mapping
 from typing import Any, cast
 
 import numpy as np
 import torch
 import xxhash
 
+from lightning_resilience.reader import canonical
+
 RankState = dict[str, Any]
+
+LARGEST_OWN_BUFFER = 2**20
+"""Bytes.  Larger buffers (masks, tables) are taken to be the same on all ranks."""
 
 
 def capture(*, cuda: bool = True) -> RankState:
@@ -57,6 +63,31 @@ def derive(base: bytes, step: int, rank: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+def own_buffers(module: torch.nn.Module, saved: Container[str]) -> dict[str, torch.Tensor]:
+    """Copies of the small buffers of a model, such as the statistics of a batch norm, which differ from rank to rank.
+
+    The checkpoint has those of one rank, as stock checkpoints do.
+
+    Args:
+        module: the model.
+        saved: names in its state dict; other buffers are not part of its state.
+    """
+    found = {canonical(name): buffer for name, buffer in module.named_buffers()}
+    return {
+        name: buffer.detach().to("cpu", copy=True)
+        for name, buffer in found.items()
+        if name in saved and type(buffer) is torch.Tensor and buffer.nbytes <= LARGEST_OWN_BUFFER
+    }
+
+
+def restore_buffers(module: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
+    """Put the buffers back; one that has another shape now is left alone."""
+    for name, buffer in module.named_buffers():
+        value = saved.get(canonical(name))
+        if value is not None and value.shape == buffer.shape:
+            buffer.copy_(value)
 
 
 def to_bytes(state: RankState) -> bytes:

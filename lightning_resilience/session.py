@@ -74,6 +74,8 @@ class Session:
         self._generators: Callable[[], None] | None = None
         self._settled = False
         self._logged: list[logged.Logged] = []
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._syncs_buffers: bool | None = None
         self._doorway = Doorway(trainer)
         self.data = DataPosition(self._doorway)
         self.exact_data = True
@@ -240,6 +242,10 @@ class Session:
         own: dict[str, Any] = {**run_state.capture(), "settled": settled}
         if self._doorway.training:
             own["logged"] = logged.capture(self.trainer)
+        if self.ranks.rank:
+            names = {canonical(name) for name in state[self.family.prefix]}
+            own["buffers"] = run_state.own_buffers(self.trainer.lightning_module, names)
+        own["syncs_buffers"] = self._doorway.syncs_buffers
         if self.exact_data:
             own["data"] = self.data.state()
         return Snapshot(state, identical, meta, run_state.to_bytes(own))
@@ -483,6 +489,8 @@ class Session:
         state = load_trusted(source.locate(rank_file(rank)).read_bytes())
         self._settled = state.get("settled", False)
         self._logged = [state["logged"]] if "logged" in state else []
+        self._buffers = state.get("buffers", {})
+        self._syncs_buffers = state.get("syncs_buffers")
         self._generators = lambda: run_state.restore(state)
         if self.exact_data and (saved := state.get("data")) is not None:
             self.data.go_to(saved)
@@ -496,6 +504,9 @@ class Session:
             self.data.epoch_begins()
         if self._settled:
             self._doorway.resumes_between_batches(at_the_first_batch=False)
+        run_state.restore_buffers(self.trainer.lightning_module, self._buffers)
+        if self._syncs_buffers is not None:
+            self._doorway.syncs_buffers = self._syncs_buffers
         if self._logged:
             logged.restore(self.trainer, self._logged)
         if self._generators is not None:

@@ -91,6 +91,7 @@ PRIVATE_NAMES = (
     "lightning.pytorch.trainer.connectors.logger_connector.result:_Sync",
     "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric.__init__.has_reset",
     "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric.__init__._forward_cache",
+    "torch.nn.parallel:DistributedDataParallel.__init__.require_forward_param_sync",
     "torchmetrics:Metric.__init__._update_count",
     "torchmetrics:Metric.__init__._computed",
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._try_put_index",
@@ -702,6 +703,16 @@ class Doorway:
         assert fit_loop._data_fetcher is not None
         iter(fit_loop._data_fetcher)
         fit_loop._data_fetcher.fetched += loop.batch_progress.current.ready
+
+    @property
+    def syncs_buffers(self) -> bool | None:
+        """Whether DDP makes all ranks' buffers those of rank 0 in the next forward pass; None without DDP."""
+        return getattr(self.strategy.model, "require_forward_param_sync", None)
+
+    @syncs_buffers.setter
+    def syncs_buffers(self, syncs: bool) -> None:
+        if self.syncs_buffers is not None:
+            self.strategy.model.require_forward_param_sync = syncs  # type: ignore[union-attr]  # DDP's
 
     @property
     def training(self) -> bool:

@@ -54,7 +54,7 @@ class TinyModel(L.LightningModule):
         for layer in self.net:
             if isinstance(layer, nn.Linear):
                 fully_shard(layer, mesh=mesh["data_parallel"])
-        for child in self.children():
+        for child in filter(lambda child: any(True for _ in child.parameters()), self.children()):
             fully_shard(child, mesh=mesh["data_parallel"])
 
 
