@@ -31,10 +31,11 @@ from typing import Any, Protocol
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_resilience import run_state
+from lightning_resilience.order import Dealt, Order, Share, batches, deal, draw, order_of, share_of
 
 Position = dict[str, Any]
 """How far one loader is: ``count`` batches of the iterator that began with generators ``start``; see
@@ -45,6 +46,9 @@ _ATTRIBUTE = "_lightning_resilience_track"
 
 class Guide(Protocol):
     """Tells a loader what its next iterator is for, and where it goes on."""
+
+    rank: int
+    ranks: int
 
     @property
     def training(self) -> bool:
@@ -76,6 +80,9 @@ class Loop(Protocol):
     def at_epoch_start(self) -> bool:
         """Whether the next training batch is the first of an epoch."""
 
+    def go_to_batch(self, left: int) -> None:
+        """Count as if ``left`` batches of this epoch were left; -1 for all of them."""
+
     def begin_reading(self) -> None:
         """Make the iterators of the training loaders."""
 
@@ -95,12 +102,21 @@ class Loop(Protocol):
 
 
 class DataPosition:
-    """This rank's place in its training data: tells it for a save, and guides the loaders to it after a resume."""
+    """This rank's place in its training data: tells it for a save, and guides the loaders to it after a resume.
 
-    def __init__(self, loop: Loop) -> None:
+    Args:
+        loop: the Trainer's training loop.
+        rank: this rank.
+        ranks: how many there are.
+    """
+
+    def __init__(self, loop: Loop, rank: int, ranks: int) -> None:
         self._loop = loop
+        self.rank = rank
+        self.ranks = ranks
         self._saved: dict[str, Any] | None = None
         self._tracked: list[weakref.ref[Any]] = []
+        self._begins_an_epoch = False
 
     @property
     def training(self) -> bool:
@@ -131,8 +147,24 @@ class DataPosition:
         return {"loaders": loaders, "cycled": self._loop.cycled(), "reloaded_in": self._loop.reloaded_in()}
 
     def go_to(self, saved: dict[str, Any]) -> None:
-        """Begin where ``saved`` says; called before the first batch is read."""
+        """Begin where this rank was; called before the first batch is read."""
         self._saved = saved
+
+    def go_to_part(self, first: dict[str, Any], own: dict[str, Any] | None) -> None:
+        """Begin where other ranks, more or fewer, were.
+
+        Args:
+            first: what rank 0 saved.
+            own: what this rank saved, if it was there.
+        """
+        loaders = []
+        for index, position in enumerate(first["loaders"]):
+            mine = own["loaders"][index] if own is not None and index < len(own["loaders"]) else None
+            parts = mine["parts"] if mine is not None else {}
+            if position is not None:
+                position = {**position, "own": None, "workers": {}, "read_with": None, "parts": parts}
+            loaders.append(position)
+        self._saved = {**first, "loaders": loaders}
 
     def position_of(self, loader: object) -> Position | None:
         """Where ``loader`` begins: in the middle of the epoch, or at the start of one with what lasts over epochs."""
@@ -140,9 +172,9 @@ class DataPosition:
         place = next((index for index, other in enumerate(loaders) if other is loader), None)
         saved = self._saved["loaders"] if self._saved is not None else []
         position = saved[place] if place is not None and place < len(saved) else None
-        if position is None or not self._loop.at_epoch_start():
+        if position is None or not self._begins_an_epoch:
             return position
-        return {**position, "count": 0, "passes": 0, "ended_at": position["count"]}
+        return {**position, "count": 0, "passes": 0, "offset": 0, "ended_at": position["count"]}
 
     def epoch_begins(self) -> None:
         """The first epoch of this process is about to begin, with loaders that were made in it."""
@@ -151,18 +183,53 @@ class DataPosition:
 
     def begun(self) -> None:
         """The first batch is about to be read: make the iterators, where they begin."""
-        if self.exact():
+        self._begins_an_epoch = self._loop.at_epoch_start()
+        exact = self.exact()
+        if self._saved is not None and not self._begins_an_epoch:
+            if exact:
+                self._deal_anew(self._saved)
+            else:
+                self._begin_anew("the place in these cannot be followed")
+        if exact:
             self._loop.begin_reading()
-            if self._saved is not None and not self._loop.at_epoch_start():
+            if self._saved is not None and not self._begins_an_epoch:
                 self._loop.set_cycled(self._saved["cycled"])
-        elif self._saved is not None and not self._loop.at_epoch_start():
-            kinds = ", ".join(
-                type(loader).__name__ for loader in self._loop.train_loaders() if track_of(loader) is None
-            )
-            rank_zero_warn(
-                f"The place in the training data is not known for {kinds}: the epoch begins at its first batch."
-            )
         self._saved = None
+
+    def _deal_anew(self, saved: dict[str, Any]) -> None:
+        """Where ranks or batches are others than they were, deal out what is left of the epoch."""
+        loaders, positions = self._loop.train_loaders(), saved["loaders"]
+        shares = [share_of(loader, self.ranks) for loader in loaders]
+        pairs = list(zip(positions, shares, strict=False))
+        if len(positions) != len(loaders) or any(position is None for position in positions):
+            self._begin_anew("there are others than there were")
+            return
+        if all(position["share"] == share and not position["offset"] for position, share in pairs):
+            return
+        found = track_of(loaders[0])
+        dealt = found.deal(positions[0], shares[0]) if found is not None and len(loaders) == 1 else None
+        if dealt is None:
+            self._begin_anew("which samples other ranks, or batches of another size, have left is not known for these")
+            return
+        saved["loaders"] = [dealt]
+        if positions[0]["share"] == shares[0]:
+            return
+        left = batches(dealt["part"], shares[0])
+        self._loop.go_to_batch(left)
+        if self.rank == 0:
+            before, now = (share["ranks"] * share["batch_size"] for share in (positions[0]["share"], shares[0]))
+            rank_zero_warn(
+                f"The epoch goes on after {dealt['offset']} samples, with each of the others once. A batch of all ranks"
+                f" together is {now} samples; it was {before}."
+                + ("" if now == before else " Change accumulate_grad_batches or the learning rate if that matters.")
+            )
+
+    def _begin_anew(self, why: str) -> None:
+        """Read the whole epoch again, rather than leave out its end."""
+        kinds = ", ".join(type(loader).__name__ for loader in self._loop.train_loaders())
+        rank_zero_warn(f"The epoch that was interrupted begins anew, at its first batch, for {kinds}: {why}.")
+        self._loop.go_to_batch(-1)
+        self._begins_an_epoch = True
 
     def exact(self) -> bool:
         """Whether every training loader continues at the right batch."""
@@ -213,6 +280,7 @@ class Track:
         self.count = 0
         self.start: dict[str, Any] | None = None
         self.workers: dict[int, bytes] = {}
+        self.origin: tuple[Order | None, int] | None = None
         self._before: tuple[Any, ...] | None = None
         self._reads_ahead = sized_len(loader) is None  # Lightning reads one more batch, to know which is the last
 
@@ -254,7 +322,11 @@ class Track:
         else:
             passes, count, start, workers, own = self.passes, self.count, self.start, self.workers, self._own_state()
             read_with = None
+        order, offset = self.origin or (order_of(self._loader, self.guide.ranks), 0)
         return {
+            "order": order,
+            "share": share_of(self._loader, self.guide.ranks),
+            "offset": offset,
             "passes": passes,
             "count": count,
             "start": start,
@@ -264,6 +336,32 @@ class Track:
             "read_with": read_with,
             "generators": [generator.get_state() for generator in self._own_generators()],
         }
+
+    def deal(self, position: Position, share: Share) -> Position | None:
+        """A position with this rank's part of what is left of the epoch, for a way of dealing that may be another.
+
+        Returns:
+            The position, with ``part``; None where the order cannot be drawn again or another sampler is in use.
+        """
+        order, was = position["order"], position["share"]
+        if order is None or share["batch_size"] is None or (self.guide.ranks > 1 and not self._is_distributed()):
+            return None
+        with run_state.kept():
+            self._as_at_the_start(position)
+            if position["start"]["seeded"]:
+                torch.empty((), dtype=torch.int64).random_(generator=getattr(self._loader, "generator", None))
+            everything = draw(order, self._loader)
+        if everything is None:
+            return None
+        offset, count = position["offset"], position["count"]
+        if was != share:
+            offset, count = offset + count * was["batch_size"] * was["ranks"], 0
+        uneven = bool(getattr(self._loader.sampler, "drop_last", False))
+        part = deal(everything[offset:], self.guide.rank, share, drop_uneven=uneven)
+        return {**position, "offset": offset, "count": count, "share": share, "part": part}
+
+    def _is_distributed(self) -> bool:
+        return isinstance(getattr(self._loader, "sampler", None), DistributedSampler)
 
     def _parts(self) -> dict[str, Any]:
         """What has a state in this process; with workers, it is their copies that count."""
@@ -277,7 +375,7 @@ class Track:
     # -- beginning ----------------------------------------------------------------------------------------------------
 
     def _make(self, make: Callable[[], Iterator[Any]], position: Position | None) -> Iterator[Any]:
-        self.count, self.passes = 0, self.passes + 1
+        self.count, self.passes, self.origin = 0, self.passes + 1, None
         if position is None:
             return self._plainly(make, None)
         self.passes = position["passes"]
@@ -286,6 +384,9 @@ class Track:
             self._loader.load_state_dict(position["own"])
             self.count = position["count"]
             return iter(make())
+        if "part" in position:
+            self.origin = position["order"], position["offset"]
+            return self._with_a_part(make, position)
         if position["count"]:
             return self._in_the_middle(make, position)
         if _persists(self._loader) and position["ended_at"] < (sized_len(self._loader) or 0):
@@ -301,6 +402,7 @@ class Track:
         states = position["workers"] if position is not None and persist else {}
         self.start = self._generators() if _workers(loader) else None
         if self.start is not None:
+            self.start["seeded"] = True
             self.start["again"] = persist and (bool(states) or loader._iterator is not None)
         self.workers = dict(states) if position is not None else self.workers if persist else {}
         with self._equipped(states, again=bool(states)):
@@ -311,23 +413,36 @@ class Track:
         count, loader = position["count"], self._loader
         by_index = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         goes_on = "dataset" in position["parts"] or _first_part(position["workers"], "dataset")
-        now = run_state.capture()
-        try:
-            if _workers(loader):
+        seeded = position["start"]["seeded"]
+        with run_state.kept():
+            if seeded or _workers(loader):
                 self._as_at_the_start(position)
             skip = count if by_index and _workers(loader) else 0
-            again = position["start"].get("again", False)
+            again = position["start"].get("again", False) or (not seeded and bool(_workers(loader)))
             with self._equipped(position["workers"] if by_index or goes_on else {}, skip, again):
                 iterator = iter(make())
-            if not _workers(loader):
+            if not seeded and not _workers(loader):
                 self._as_at_the_start(position)
             if not goes_on and not skip:
                 # Without workers only the indices are read; what has none is read itself.
                 read = getattr(iterator, "_sampler_iter") if by_index else iterator  # noqa: B009  # torch's, private
                 for _ in itertools.islice(read, count):
                     pass
+        self._set_own_generators(position["generators"])
+        self.start, self.count = position["start"], count
+        self.workers = dict(position["workers"])
+        return iterator
+
+    def _with_a_part(self, make: Callable[[], Iterator[Any]], position: Position) -> Iterator[Any]:
+        """The part that this rank was dealt, after ``count`` batches of it."""
+        loader, count = self._loader, position["count"]
+        sampler = vars(loader)["batch_sampler"]
+        vars(loader)["batch_sampler"] = Dealt(position["part"], position["share"], count)
+        try:
+            with run_state.kept(), self._equipped(position["workers"], first=count):
+                iterator = iter(make())
         finally:
-            run_state.restore(now)
+            vars(loader)["batch_sampler"] = sampler
         self._set_own_generators(position["generators"])
         self.start, self.count = position["start"], count
         self.workers = dict(position["workers"])
@@ -340,9 +455,9 @@ class Track:
         self._set_own_generators(position["start"]["own"])
 
     @contextmanager
-    def _equipped(self, states: dict[int, bytes], skip: int = 0, again: bool = False) -> Iterator[None]:
-        """While an iterator is made: its workers send their generators along, begin with ``states``, and its sampler
-        passes over ``skip`` batches."""
+    def _equipped(self, states: dict[int, bytes], skip: int = 0, again: bool = False, first: int = 0) -> Iterator[None]:
+        """While an iterator is made: its workers send their generators along, begin with ``states``, its sampler
+        passes over ``skip`` batches, and its first batch counts as number ``first`` when workers take turns."""
         loader = self._loader
         if not isinstance(loader, DataLoader) or has_state(loader):
             yield
@@ -360,7 +475,7 @@ class Track:
         if skip:
             attributes[sampler] = _Skip(attributes[sampler], skip)
         try:
-            with _first_worker(skip % loader.num_workers if loader.num_workers else 0):
+            with _first_worker((skip or first) % loader.num_workers if loader.num_workers else 0):
                 yield
         finally:
             attributes.update(before)
@@ -369,7 +484,7 @@ class Track:
 
     def _generators(self) -> dict[str, Any]:
         own = [generator.get_state() for generator in self._own_generators()]
-        return {"process": run_state.capture(), "own": own}
+        return {"process": run_state.capture(), "own": own, "seeded": False}
 
     def _own_generators(self) -> list[torch.Generator]:
         """``torch.Generator`` objects of the loader and its samplers, each once."""

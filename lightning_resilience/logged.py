@@ -69,6 +69,20 @@ def restore(trainer: Trainer, parts: Sequence[Logged]) -> None:
     results.log = _joining(results, dict(results))
 
 
+def emptied(part: Logged) -> Logged:
+    """The part of a rank that has logged the same, but of no sample yet."""
+    results = {key: _empty(state) for key, state in part["results"].items()}
+    return {**part, "results": results, "metrics": {}}
+
+
+def _empty(state: Mapping[str, Any]) -> dict[str, Any]:
+    if "value" not in state:
+        return dict(state)
+    neutral = {"max": -torch.inf, "min": torch.inf}.get(state["reduce_fx"], 0.0)
+    weight = None if state["weight"] is None else torch.zeros_like(state["weight"])
+    return {**state, "value": torch.full_like(state["value"], neutral), "weight": weight}
+
+
 def _joining(results: Any, saved: dict[str, _ResultMetric]) -> Callable[..., None]:
     """In the place of ``results.log``: a saved result meets the first new one of its name, which alone knows how the
     user logs it today."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
@@ -49,6 +50,16 @@ def restore(state: RankState) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Put the generators back afterwards to where they are now."""
+    now = capture()
+    try:
+        yield
+    finally:
+        restore(now)
 
 
 def derive(base: bytes, step: int, rank: int) -> None:

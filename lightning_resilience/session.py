@@ -77,7 +77,7 @@ class Session:
         self._buffers: dict[str, torch.Tensor] = {}
         self._syncs_buffers: bool | None = None
         self._doorway = Doorway(trainer)
-        self.data = DataPosition(self._doorway)
+        self.data = DataPosition(self._doorway, self.ranks.rank, self.ranks.world_size)
         self.exact_data = True
         self._attach()
 
@@ -476,27 +476,42 @@ class Session:
         self._generators = None
         if source.manifest is None:
             return
-        rank, saved_ranks = self.ranks.rank, source.manifest.world_size
-        if saved_ranks != self.ranks.world_size:
-            rank_zero_warn(
-                f"The checkpoint was saved by {saved_ranks} ranks and is resumed by {self.ranks.world_size}: random"
-                " generators are seeded anew for each rank, from the saved state of rank 0, the step and the rank;"
-                " an epoch that was interrupted begins at its first batch."
-            )
-            base, step = source.locate(rank_file(0)).read_bytes(), source.manifest.step
-            self._generators = lambda: run_state.derive(base, step, rank)
+        # Rank 0's position of loaders with a state of their own; each rank has its own.
+        if self.exact_data:
+            self._loaded.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)
+            self._doorway.hush_inexact(self.data.exact)
+        if source.manifest.world_size != self.ranks.world_size:
+            self._read_others_state(source, source.manifest)
             return
-        state = load_trusted(source.locate(rank_file(rank)).read_bytes())
+        state = self._state_of(source, self.ranks.rank)
+        self._generators = lambda: run_state.restore(state)
         self._settled = state.get("settled", False)
         self._logged = [state["logged"]] if "logged" in state else []
         self._buffers = state.get("buffers", {})
         self._syncs_buffers = state.get("syncs_buffers")
-        self._generators = lambda: run_state.restore(state)
         if self.exact_data and (saved := state.get("data")) is not None:
             self.data.go_to(saved)
-            self._doorway.hush_inexact(self.data.exact)
-            # Rank 0's position of loaders with a state of their own; each rank has its own.
-            self._loaded.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)
+
+    def _read_others_state(self, source: Source, manifest: Manifest) -> None:
+        """More or fewer ranks than there were: what each had for itself is dealt out, and never one's given to all."""
+        rank, ranks, saved_ranks = self.ranks.rank, self.ranks.world_size, manifest.world_size
+        rank_zero_warn(
+            f"The checkpoint was saved by {saved_ranks} ranks and is resumed by {ranks}: random generators are seeded"
+            " anew for each rank, from the saved state of rank 0, the step and the rank."
+        )
+        base = source.locate(rank_file(0)).read_bytes()
+        self._generators = lambda: run_state.derive(base, manifest.step, rank)
+        first = load_trusted(base)
+        mine = [first if number == 0 else self._state_of(source, number) for number in range(rank, saved_ranks, ranks)]
+        self._settled = first.get("settled", False)
+        if "logged" in first:
+            self._logged = [state["logged"] for state in mine] or [logged.emptied(first["logged"])]
+        if self.exact_data and first.get("data") is not None:
+            self.data.go_to_part(first["data"], mine[0]["data"] if mine else None)
+
+    @staticmethod
+    def _state_of(source: Source, rank: int) -> dict[str, Any]:
+        return load_trusted(source.locate(rank_file(rank)).read_bytes())  # type: ignore[no-any-return]
 
     def _restore_generators(self) -> None:
         """Last of all, after everything at start-up that draws from them."""

@@ -99,6 +99,8 @@ PRIVATE_NAMES = (
     "torch.utils.data.dataloader:_BaseDataLoaderIter._reset._sampler_iter",
     "torch.utils.data.dataloader:DataLoader.__init__._iterator",
     "torch.utils.data._utils.pin_memory:pin_memory",
+    "lightning.fabric.utilities.distributed:DistributedSamplerWrapper",
+    "lightning.fabric.utilities.distributed:_DatasetSamplerWrapper.__init__._sampler",
 )
 """Every private name of Lightning and of torch's loaders that is relied on, as ``module:object.attribute``; an
 attribute after a method is one that the method sets."""
@@ -690,6 +692,15 @@ class Doorway:
             return setup_data
 
         self.replace(self.trainer.fit_loop, "setup_data", make)
+
+    def go_to_batch(self, left: int) -> None:
+        """Count as if ``left`` batches of this epoch were left; -1 for all of them."""
+        trainer = self.trainer
+        total = trainer.num_training_batches
+        current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        number = 0 if left < 0 or total == math.inf else max(int(total) - left, 0)
+        current.ready = current.started = current.processed = current.completed = number
+        trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = False
 
     def begin_reading(self) -> None:
         """Make the iterators of the training loaders, which at start-up were left empty."""
