@@ -86,7 +86,9 @@ class ResilientCheckpoint(ModelCheckpoint):
         on_unrestorable: when checkpoints exist and none can be resumed from: ``"raise"``, or ``"fresh"`` to start over
             with a warning.
         save_timeout: seconds after which a save that some rank has not finished is dropped.
-        exact_data: continue an interrupted epoch at the exact sample; otherwise Lightning begins it at its first batch.
+        exact_data: continue an interrupted epoch at the exact sample; otherwise Lightning does what it does: it goes on
+            counting batches, and reads from the first one.  Right for data that is gone once read, as from a queue.
+        restore_optimizers: ``False`` resumes all but the optimizers and their schedulers, to go on with others.
 
     Raises:
         SetupError: arguments that are unknown, out of range or contradict each other.
@@ -118,6 +120,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         on_unrestorable: Literal["raise", "fresh"] = "raise",
         save_timeout: float = 1800.0,
         exact_data: bool = True,
+        restore_optimizers: bool = True,
     ) -> None:
         self._given_dirpath = check_dirpath(dirpath)
         check_choice("mode", mode, ("min", "max"))
@@ -129,6 +132,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         check_number("save_top_k", save_top_k, least=-1, whole=True)
         for name, flag in (
             ("exact_data", exact_data),
+            ("restore_optimizers", restore_optimizers),
             ("save_weights_only", save_weights_only),
             ("save_on_exception", save_on_exception),
         ):
@@ -166,6 +170,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         self.on_unrestorable = on_unrestorable
         self.save_timeout = save_timeout
         self.exact_data = exact_data
+        self.restore_optimizers = restore_optimizers
         self.keep = self._the_keep(keep)
         self.ranking = Ranking(monitor, mode) if monitor is not None else None
         if monitor is not None and mode == "min" and any(word in monitor.lower() for word in ("acc", "auroc", "f1")):
@@ -259,9 +264,14 @@ class ResilientCheckpoint(ModelCheckpoint):
         self._reset()
         if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning, untyped
             return
-        self._session = session = Session.join(trainer, memory=self.memory, timeout=self.save_timeout)
-        session.on_unrestorable = self.on_unrestorable
-        session.exact_data &= self.exact_data
+        self._session = session = Session.join(
+            trainer,
+            exact_data=self.exact_data,
+            on_unrestorable=self.on_unrestorable,
+            restore_optimizers=self.restore_optimizers,
+            memory=self.memory,
+            timeout=self.save_timeout,
+        )
         self.dirpath = self._agree_on_folder(trainer, session)
         if stage != "fit" and not last_is_wanted:
             return

@@ -16,6 +16,7 @@ with ``state_dict`` and ``load_state_dict``  where its own state says
 ``DataLoader``, data with a length           at the next batch; nothing is loaded twice or in vain
 iterable data with its own state             where its state says (the data's ``state_dict``)
 other iterable data                          by reading and dropping what was trained on
+what is none of these (a generator)          not at all: the epoch begins anew, and a warning says so
 ==========================================  ==========================================================================
 """
 
@@ -30,7 +31,7 @@ from typing import Any, Protocol
 
 import torch
 from lightning.fabric.utilities.data import sized_len
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -306,10 +307,8 @@ class Track:
     def after_batch(self, batch: Any) -> Any:
         """A batch has been read; returns it without what a worker added."""
         self.count += 1
-        if isinstance(batch, _Stamped):
-            self.workers[batch.worker] = batch.generators
-            return batch.batch
-        return batch
+        self._take_note(batch)
+        return batch.batch if isinstance(batch, _Stamped) else batch
 
     def position(self, ahead: int) -> Position:
         """How far training is.
@@ -322,7 +321,8 @@ class Track:
         else:
             passes, count, start, workers, own = self.passes, self.count, self.start, self.workers, self._own_state()
             read_with = None
-        order, offset = self.origin or (order_of(self._loader, self.guide.ranks), 0)
+        known = None if has_state(self._loader) else order_of(self._loader, self.guide.ranks)
+        order, offset = self.origin or (known, 0)
         return {
             "order": order,
             "share": share_of(self._loader, self.guide.ranks),
@@ -405,7 +405,7 @@ class Track:
             self.start["seeded"] = True
             self.start["again"] = persist and (bool(states) or loader._iterator is not None)
         self.workers = dict(states) if position is not None else self.workers if persist else {}
-        with self._equipped(states, again=bool(states)):
+        with self._equipped(states, again=bool(states)), self._hearing_of_leftovers():
             return iter(make())
 
     def _in_the_middle(self, make: Callable[[], Iterator[Any]], position: Position) -> Iterator[Any]:
@@ -425,6 +425,8 @@ class Track:
                 self._as_at_the_start(position)
             if not goes_on and not skip:
                 # Without workers only the indices are read; what has none is read itself.
+                if isinstance(loader, DataLoader) and not by_index:
+                    rank_zero_info(f"Reading and dropping {count} batches of {type(loader.dataset).__name__}.")
                 read = getattr(iterator, "_sampler_iter") if by_index else iterator  # noqa: B009  # torch's, private
                 for _ in itertools.islice(read, count):
                     pass
@@ -432,6 +434,32 @@ class Track:
         self.start, self.count = position["start"], count
         self.workers = dict(position["workers"])
         return iterator
+
+    @contextmanager
+    def _hearing_of_leftovers(self) -> Iterator[None]:
+        """While workers that persist begin an epoch: take note of what they did for the last one in vain."""
+        iterator = getattr(self._loader, "_iterator", None)
+        if iterator is None or not _persists(self._loader):
+            yield
+            return
+        get = iterator._get_data
+
+        def get_data() -> Any:
+            number, batch = get()
+            self._take_note(batch)
+            return number, batch
+
+        for task in iterator._task_info.values():
+            self._take_note(*task[1:])
+        iterator._get_data = get_data
+        try:
+            yield
+        finally:
+            del iterator._get_data
+
+    def _take_note(self, batch: Any = None) -> None:
+        if isinstance(batch, _Stamped):
+            self.workers[batch.worker] = batch.generators
 
     def _with_a_part(self, make: Callable[[], Iterator[Any]], position: Position) -> Iterator[Any]:
         """The part that this rank was dealt, after ``count`` batches of it."""

@@ -4,8 +4,8 @@ Lightning saves none of it, so after a resume inside an epoch its mean would be 
 scheduler or an early stopping that looks at the last validation would find nothing.  Each rank has its own part: what
 ranks accumulate is brought together at the end of the epoch, by Lightning and torchmetrics.
 
-On another number of ranks the parts are dealt out, and added up where one rank gets several, so that the epoch's
-value still is that of all its samples.
+On another number of ranks the parts are added up and divided, so that the epoch's value still is that of all its
+samples.
 """
 
 from __future__ import annotations
@@ -69,18 +69,28 @@ def restore(trainer: Trainer, parts: Sequence[Logged]) -> None:
     results.log = _joining(results, dict(results))
 
 
-def emptied(part: Logged) -> Logged:
-    """The part of a rank that has logged the same, but of no sample yet."""
-    results = {key: _empty(state) for key, state in part["results"].items()}
-    return {**part, "results": results, "metrics": {}}
+def divided(parts: Sequence[Mapping[str, Any]], ranks: int) -> dict[str, Any]:
+    """The results of all ranks there were, in equal parts for so many: Lightning averages over ranks unweighted."""
+    together: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        for key, state in part.items():
+            before = together.get(key)
+            together[key] = dict(state) if before is None or "value" not in state else _sum(before, state)
+    return {key: _divide(state, ranks) for key, state in together.items()}
 
 
-def _empty(state: Mapping[str, Any]) -> dict[str, Any]:
-    if "value" not in state:
+def _sum(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    if one["reduce_fx"] in ("max", "min"):
+        return {**one, "value": getattr(torch, f"{one['reduce_fx']}imum")(one["value"], other["value"])}
+    weight = None if one["weight"] is None else one["weight"] + other["weight"]
+    return {**one, "value": one["value"] + other["value"], "weight": weight}
+
+
+def _divide(state: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+    if "value" not in state or state["reduce_fx"] in ("max", "min"):
         return dict(state)
-    neutral = {"max": -torch.inf, "min": torch.inf}.get(state["reduce_fx"], 0.0)
-    weight = None if state["weight"] is None else torch.zeros_like(state["weight"])
-    return {**state, "value": torch.full_like(state["value"], neutral), "weight": weight}
+    weight = None if state["weight"] is None else state["weight"] / ranks
+    return {**state, "value": state["value"] / ranks, "weight": weight}
 
 
 def _joining(results: Any, saved: dict[str, _ResultMetric]) -> Callable[..., None]:

@@ -31,13 +31,17 @@ Order = dict[str, Any]
 """How the order of an epoch is drawn again; plain values."""
 
 Share = dict[str, Any]
-"""How an order is dealt: ``ranks``, ``batch_size`` and ``drop_last``, for an incomplete batch."""
+"""How an order is dealt: ``ranks``, ``batch_size`` and ``drop_last``, for an incomplete batch; for iterable data also
+``workers``, which share it out among themselves."""
 
 
 def share_of(loader: Any, ranks: int) -> Share:
     """How a loader deals its samples to so many ranks."""
     names = ("batch_size", "drop_last")
-    return {"ranks": ranks, **{name: getattr(loader, name, None) for name in names}}
+    share = {"ranks": ranks, **{name: getattr(loader, name, None) for name in names}}
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        share["workers"] = getattr(loader, "num_workers", 0)
+    return share
 
 
 def order_of(loader: Any, ranks: int) -> Order | None:

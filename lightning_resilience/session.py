@@ -62,7 +62,8 @@ class Session:
         others."""
         self.between_batches: list[Callable[[int, bool], None]] = []
         """Called after each batch with its epoch and whether that has ended; see ``Doorway.between_batches``."""
-        self.on_unrestorable = "raise"
+        self._on_unrestorable = "raise"
+        self._restores_optimizers = True
         self._finished: list[Save] = []
         self._users = 0
         self._source: Source | None = None
@@ -82,12 +83,17 @@ class Session:
         self._attach()
 
     @classmethod
-    def join(cls, trainer: Trainer, **kwargs: Any) -> Session:
-        """The Trainer's session, opened for its first user."""
+    def join(
+        cls, trainer: Trainer, *, exact_data: bool, on_unrestorable: str, restore_optimizers: bool, **kwargs: Any
+    ) -> Session:
+        """The Trainer's session, opened for its first user; see ``ResilientCheckpoint`` for the arguments."""
         session = _sessions.get(id(trainer))
         if session is None:
             session = _sessions[id(trainer)] = cls(trainer, **kwargs)
         session._users += 1
+        session.exact_data &= exact_data
+        session._restores_optimizers &= restore_optimizers
+        session._on_unrestorable = on_unrestorable
         return session
 
     def leave(self) -> None:
@@ -373,7 +379,7 @@ class Session:
                 log.info("event=start step=0 reason='no checkpoint yet in %s'", where)
             return None
         message = f"There are checkpoints, but none can be resumed from: {search.explain()}."
-        if self.on_unrestorable == "fresh":
+        if self._on_unrestorable == "fresh":
             rank_zero_warn(f"{message} Starting over from step 0, because on_unrestorable='fresh'.")
             return None
         raise CheckpointCorrupt(
@@ -395,6 +401,11 @@ class Session:
                 return original(checkpoint_path, weights_only=weights_only)  # type: ignore[no-any-return]
             raise_first(self.ranks.gathered(lambda: self._open_source(weights_only)))
             raise_first(self.ranks.gathered(self._load))
+            if self._logged and self._source.manifest and self._source.manifest.world_size != self.ranks.world_size:
+                parts = self.ranks.all_gather([part["results"] for part in self._logged])
+                self._logged[0]["results"] = logged.divided([part for some in parts for part in some], len(parts))
+                for part in self._logged[1:]:
+                    part["results"] = {}
             return self._loaded
 
         return load_checkpoint
@@ -420,7 +431,7 @@ class Session:
         strict = self.trainer.lightning_module.strict_loading
         if self.family.loads_late:
             self.family.load_model(reader, strict)
-            if self._doorway.fitting:
+            if self._doorway.fitting and self._restores_optimizers:
                 self._load_optimizers()
         elif edits_loaded_state(self.trainer):
             names = {canonical(name): name for name in self.trainer.lightning_module.state_dict()}
@@ -432,12 +443,14 @@ class Session:
             self._model_is_loaded = True
             checkpoint["state_dict"] = {}
             checkpoint.setdefault("optimizer_states", [])
+        if not self._restores_optimizers:
+            checkpoint |= {"optimizer_states": [], "lr_schedulers": []}
         if self._doorway.fitting:
             self.resumed = source
             if source.manifest is not None:
                 self.engine.run = source.manifest.run
                 self.engine.in_use.add(source.name)
-            self._doorway.before_training(lambda: self._restore_generators())
+            self._doorway.before_training(lambda: self._restore_the_rest())
             self._read_rank_state(source)
 
     def _make_load_model_state_dict(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -451,7 +464,7 @@ class Session:
         def load_optimizer_state_dict(checkpoint: Mapping[str, Any]) -> None:
             if self._source is None or self._optimizers_are_in_it:
                 original(checkpoint)
-            else:
+            elif self._restores_optimizers:
                 self._load_optimizers()
 
         return load_optimizer_state_dict
@@ -505,7 +518,7 @@ class Session:
         mine = [first if number == 0 else self._state_of(source, number) for number in range(rank, saved_ranks, ranks)]
         self._settled = first.get("settled", False)
         if "logged" in first:
-            self._logged = [state["logged"] for state in mine] or [logged.emptied(first["logged"])]
+            self._logged = [state["logged"] for state in mine] or [{**first["logged"], "results": {}, "metrics": {}}]
         if self.exact_data and first.get("data") is not None:
             self.data.go_to_part(first["data"], mine[0]["data"] if mine else None)
 
@@ -513,8 +526,8 @@ class Session:
     def _state_of(source: Source, rank: int) -> dict[str, Any]:
         return load_trusted(source.locate(rank_file(rank)).read_bytes())  # type: ignore[no-any-return]
 
-    def _restore_generators(self) -> None:
-        """Last of all, after everything at start-up that draws from them."""
+    def _restore_the_rest(self) -> None:
+        """Just before the first epoch: what start-up would have changed, the generators last of all."""
         if self.exact_data:
             self.data.epoch_begins()
         if self._settled:

@@ -97,6 +97,8 @@ PRIVATE_NAMES = (
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._try_put_index",
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._reset._worker_queue_idx_cycle",
     "torch.utils.data.dataloader:_BaseDataLoaderIter._reset._sampler_iter",
+    "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._get_data",
+    "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._reset._task_info",
     "torch.utils.data.dataloader:DataLoader.__init__._iterator",
     "torch.utils.data._utils.pin_memory:pin_memory",
     "lightning.fabric.utilities.distributed:DistributedSamplerWrapper",

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -309,9 +310,92 @@ def test_iterable_that_cannot_be_tracked_loses_nothing_and_its_user_is_told(tmp_
     assert [step[2] for step in whole.seen] == [
         list(range(i, min(i + BATCH, SAMPLES))) for i in range(0, SAMPLES, BATCH)
     ]
-    with pytest.warns(UserWarning, match="known for Slotted"):
+    with pytest.warns(UserWarning, match="begins anew, at its first batch, for Slotted"):
         broken = run(tmp_path / "broken", Slotted, [2, None], max_epochs=1)
-    assert broken.seen[2][2] == [0, 1, 2, 3]
+    assert [step[2] for step in broken.seen[2:]] == [step[2] for step in whole.seen]
+
+
+class Queue(IterableDataset[dict[str, Tensor]]):
+    """Samples that are gone once read."""
+
+    def __init__(self) -> None:
+        self.left = list(range(40))
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        while self.left:
+            yield {"x": torch.ones(FEATURES), "id": torch.tensor(self.left.pop(0))}
+
+
+def test_data_that_is_gone_once_read_is_not_dropped(tmp_path: Path) -> None:
+    queue = Queue()
+    seen = []
+    for stop in (2, 5, None):
+        model = Recording(stop)
+        trainer = make_trainer(tmp_path, checkpoint_every(tmp_path / "run", 1, exact_data=False), settle())
+        with suppress(Stop):
+            trainer.fit(model, DataLoader(queue, batch_size=2), ckpt_path="last")
+        seen += [sample for step in model.seen for sample in step[2]]
+    lost = sorted({*range(40)} - {*seen})
+    assert len(seen) == len({*seen})
+    assert lost == [4, 5, 6, 7, 14, 15, 16, 17]  # at each interruption: the batch it fell into and the one read ahead
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 0), (0, 2), (1, 2)])
+@pytest.mark.parametrize("sampler", ["shuffled", "own sampler"])
+def test_samples_go_on_in_their_order_with_another_number_of_workers(
+    tmp_path: Path, before: int, after: int, sampler: str
+) -> None:
+    def make(workers: int) -> Any:
+        return loader(num_workers=workers, **({"shuffle": True} if sampler == "shuffled" else {"sampler": OwnOrder()}))
+
+    whole = run(tmp_path / "whole", lambda: make(before), [None], max_epochs=2)
+    first = run(tmp_path / "broken", lambda: make(before), [2], max_epochs=2)
+    second = run(tmp_path / "broken", lambda: make(after), [None], max_epochs=2)
+    epoch = [step[2] for step in (first.seen + second.seen) if step[0] == 0]
+    assert epoch == [step[2] for step in whole.seen if step[0] == 0]
+
+
+def test_stream_that_workers_share_out_otherwise_begins_anew(tmp_path: Path) -> None:
+    run(tmp_path, lambda: DataLoader(Stream(), batch_size=BATCH), [2], max_epochs=1)
+    with pytest.warns(UserWarning, match="begins anew, at its first batch, for DataLoader"):
+        model = run(tmp_path, lambda: DataLoader(Stream(), batch_size=BATCH, num_workers=1), [None], max_epochs=1)
+    assert model.seen[0][1:3] == (0, [0, 1, 2, 3])
+
+
+class Sources(L.LightningDataModule):
+    """Makes the loaders, and has a state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    def train_dataloader(self) -> Any:
+        self.asked += 1
+        return loader(shuffle=True)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"asked": self.asked}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.asked = state["asked"]
+
+
+def test_data_module_goes_on_with_its_state_and_its_loader_at_its_place(tmp_path: Path) -> None:
+    def train(folder: Path, stops: list[int | None]) -> tuple[list[Any], int]:
+        seen = []
+        for life, stop in enumerate(stops):
+            model, source = Recording(stop), Sources()
+            for seed in (torch.manual_seed, random.seed, np.random.seed):
+                seed(life)
+            trainer = make_trainer(folder, checkpoint_every(folder / "run", 1), settle(), max_epochs=2)
+            with suppress(Stop):
+                trainer.fit(model, datamodule=source, ckpt_path="last")
+            seen += model.seen
+        return seen, source.asked
+
+    whole, broken = train(tmp_path / "whole", [None]), train(tmp_path / "broken", [2, 8, None])
+    assert broken[0] == whole[0]
+    assert broken[1] == 3  # each process asks once more
 
 
 class Counted(DataLoader[Any]):

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
+from torchmetrics import MeanMetric, SumMetric
 
 from forks import run_forks
-from lightning_resilience.order import Dealt, deal, draw, order_of, share_of
-from support import strategy
-from test_exact import BATCH, LOADERS, Augmented, OwnOrder, Recording, Remembering, Slotted, Stream, run
+from lightning_resilience.order import Dealt, deal, draw, order_of
+from support import checkpoint_every, make_trainer, settle, strategy
+from test_exact import Augmented, OwnOrder, Recording, Remembering, Stop, Stream, run
 
 
 @pytest.mark.parametrize("number", range(50))
@@ -162,3 +165,71 @@ def test_epoch_goes_on_over_other_ranks_and_batches(
     warned = [text for _, texts in results[:1] for text in texts]
     changed = lives[-1][1:3] != lives[-2][1:3]
     assert any("each of the others once" in text for text in warned) == changed
+
+
+def stateful(folder: Path, ranks: int, stop: int | None) -> tuple[list[Any], list[str]]:
+    """One life with a loader that has a state of its own."""
+    import warnings
+
+    settings: dict[str, Any] = {"strategy": strategy("ddp" if ranks > 1 else "single", ranks), "devices": ranks}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = run(folder, lambda: Remembering(Augmented(), batch_size=4), [stop], max_epochs=1, **settings)
+    return [step[1:3] for step in model.seen], [str(one.message) for one in caught]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])
+def test_loader_with_a_state_of_its_own_begins_the_epoch_anew_on_other_ranks(
+    tmp_path: Path, ranks: tuple[int, int]
+) -> None:
+    run_forks(stateful, tmp_path, ranks[0], 2, world_size=ranks[0])
+    results = run_forks(stateful, tmp_path, ranks[1], None, world_size=ranks[1])
+    for seen, _ in results:
+        assert seen[0] == (0, [0, 1, 2, 3])
+        assert len(seen) == {1: 6, 2: 3}[ranks[1]]
+    assert sum("begins anew, at its first batch, for Remembering" in text for text in results[0][1]) == 1
+
+
+class Averaging(Recording):
+    """Logs what depends on the samples alone, so that its value for an epoch is known."""
+
+    def __init__(self, stop: int | None) -> None:
+        super().__init__(stop)
+        self.mean = MeanMetric()
+        self.total = SumMetric()
+        self.ends: list[dict[str, float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ids = batch["id"].float()
+        self.log("id", ids.mean(), on_step=False, on_epoch=True, sync_dist=True, batch_size=len(ids))
+        self.log("most", ids.max(), on_step=False, on_epoch=True, sync_dist=True, reduce_fx="max", batch_size=1)
+        if batch_idx == 0:
+            self.log("once", torch.tensor(5.0), on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
+        self.mean(ids)
+        self.total(ids)
+        self.log_dict({"mean": self.mean, "total": self.total}, on_step=False, on_epoch=True, batch_size=len(ids))
+        return super().training_step(batch, batch_idx)
+
+    def on_fit_end(self) -> None:
+        self.ends.append({name: value.item() for name, value in self.trainer.callback_metrics.items()})
+
+
+def averages(folder: Path, ranks: int, stop: int | None) -> list[dict[str, float]]:
+    """One life on this rank: what it had logged at the end."""
+    model = Averaging(stop)
+    settings: dict[str, Any] = {"strategy": strategy("ddp" if ranks > 1 else "single", ranks), "devices": ranks}
+    trainer = make_trainer(folder, checkpoint_every(folder / "run", 1), settle(), **settings)
+    with suppress(Stop):
+        trainer.fit(model, DataLoader(Augmented(WHOLE), batch_size=2), ckpt_path="last")
+    return model.ends
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("lives", [[(2, 3), (1, None)], [(1, 4), (2, None)], [(3, 2), (2, None)]])
+def test_epoch_has_logged_all_its_samples_over_other_ranks(tmp_path: Path, lives: list[tuple[int, int | None]]) -> None:
+    for ranks, stop in lives:
+        results = run_forks(averages, tmp_path, ranks, stop, world_size=ranks)
+    mean = sum(range(WHOLE)) / WHOLE
+    for ends in results:
+        assert ends == [{"id": mean, "most": WHOLE - 1, "once": 5.0, "mean": mean, "total": sum(range(WHOLE))}]

@@ -243,7 +243,7 @@ class Setup:
             trainer.pop("val_check_interval", None)
             trainer.pop("limit_val_batches", None)
             trainer.pop("check_val_every_n_epoch", None)
-            schedulers = ["none", "epochs"]
+            schedulers, each_epoch = ["none", "epochs"], False
         if not manual:
             trainer |= pick([{}, {"gradient_clip_val": 0.5}])
         callbacks = [

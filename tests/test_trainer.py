@@ -15,7 +15,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_resilience import (
@@ -286,6 +286,20 @@ def test_finished_run_trains_nothing_and_writes_nothing(tmp_path: Path) -> None:
     fit(tmp_path, checkpoint_every(tmp_path / "run", 4), model=model, ckpt_path="last")
     assert model.history == []
     assert {m.sequence for m in committed(tmp_path / "run")} == before
+
+
+def test_run_that_early_stopping_ended_stays_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def train(**kwargs: Any) -> TinyModel:
+        model = TinyModel(lr=0.0)
+        stopping = EarlyStopping("val_loss", patience=1, min_delta=100)
+        trainer = make_trainer(tmp_path, stopping, checkpoint_every(tmp_path / "run", 4), max_epochs=9)
+        trainer.fit(model, data(), data(8), **kwargs)
+        return model
+
+    assert len(train().history) == 16
+    with caplog.at_level("INFO"):
+        assert train(ckpt_path="last").history == []
+    assert "stopped by EarlyStopping, and stays so: Monitored metric val_loss did not improve" in caplog.text
 
 
 def test_resume_never_removes_its_source_before_a_newer_one_is_there(tmp_path: Path) -> None:
@@ -816,3 +830,28 @@ def test_exception_of_the_user_is_seen_also_when_its_save_fails(tmp_path: Path) 
     with pytest.raises(ZeroDivisionError):
         fit(tmp_path, Fails(), ResilientCheckpoint(tmp_path / "run", save_on_exception=True))
     assert not _sessions
+
+
+def test_other_optimizers_can_go_on_from_the_same_step(tmp_path: Path) -> None:
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 4), max_steps=4)
+
+    class Other(TinyModel):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 100)]
+
+    model = Other()
+    callback = checkpoint_every(tmp_path / "run", 4, restore_optimizers=False)
+    trainer = fit(tmp_path, callback, model=model, max_steps=8, max_epochs=2, ckpt_path="last")
+    assert [step for step, _ in model.history] == [4, 5, 6, 7]
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.5
+    with pytest.raises(CheckpointIncompatible, match="parameter groups"):
+        fit(tmp_path, checkpoint_every(tmp_path / "run", 4), model=Recurring(), max_epochs=3, ckpt_path="last")
+
+
+class Recurring(TinyModel):
+    """Configures two parameter groups, where there was one."""
+
+    def configure_optimizers(self) -> Any:
+        first, *others = self.parameters()
+        return torch.optim.SGD([{"params": [first]}, {"params": others}], lr=0.5)
