@@ -91,7 +91,10 @@ class Loop(Protocol):
         """The epoch in which the loaders were made."""
 
     def set_reloaded_in(self, epoch: float) -> None:
-        """Undo ``reloaded_in``, unless loaders that were made in ``epoch`` would be made anew by now."""
+        """Undo ``reloaded_in``."""
+
+    def made_anew_since(self, epoch: float) -> bool:
+        """Whether loaders that were made in ``epoch`` would have been made anew by now."""
 
     @property
     def sets_up(self) -> bool:
@@ -175,11 +178,14 @@ class DataPosition:
         position = saved[place] if place is not None and place < len(saved) else None
         if position is None or not self._begins_an_epoch:
             return position
-        return {**position, "count": 0, "passes": 0, "offset": 0, "ended_at": position["count"]}
+        position = {**position, "count": 0, "passes": 0, "offset": 0, "ended_at": position["count"]}
+        if self._saved is not None and self._loop.made_anew_since(self._saved["reloaded_in"]):
+            return {**position, "own": None, "workers": {}, "generators": []}
+        return position
 
     def epoch_begins(self) -> None:
         """The first epoch of this process is about to begin, with loaders that were made in it."""
-        if self._saved is not None and self.exact():
+        if self._saved is not None and self.exact() and not self._loop.made_anew_since(self._saved["reloaded_in"]):
             self._loop.set_reloaded_in(self._saved["reloaded_in"])
 
     def begun(self) -> None:
@@ -389,7 +395,7 @@ class Track:
             return self._with_a_part(make, position)
         if position["count"]:
             return self._in_the_middle(make, position)
-        if _persists(self._loader) and position["ended_at"] < (sized_len(self._loader) or 0):
+        if position["workers"] and _persists(self._loader) and position["ended_at"] < (sized_len(self._loader) or 0):
             # The last epoch was cut short, with batches in its workers' hands that they still made.
             self._in_the_middle(make, {**position, "count": position["ended_at"]})
         self._set_own_generators(position["generators"])

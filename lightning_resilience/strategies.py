@@ -662,11 +662,13 @@ class Doorway:
         return self.trainer.fit_loop._last_train_dl_reload_epoch
 
     def set_reloaded_in(self, epoch: float) -> None:
-        """Undo ``reloaded_in``, unless loaders that were made in ``epoch`` would be made anew by now."""
-        trainer = self.trainer
-        every: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set by Lightning, untyped
-        if trainer.current_epoch - epoch < every:
-            trainer.fit_loop._last_train_dl_reload_epoch = epoch
+        """Undo ``reloaded_in``."""
+        self.trainer.fit_loop._last_train_dl_reload_epoch = epoch
+
+    def made_anew_since(self, epoch: float) -> bool:
+        """Whether loaders that were made in ``epoch`` would have been made anew by now."""
+        every: int = self.trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set by Lightning
+        return bool(every) and self.trainer.current_epoch - epoch >= every
 
     def set_cycled(self, cycled: list[bool]) -> None:
         """Undo ``cycled``."""
