@@ -143,6 +143,11 @@ class Manifest:
         return sum(entry.size for entry in self.files)
 
     @property
+    def own_size(self) -> int:
+        """Bytes of the files that lie in its own folder."""
+        return sum(entry.size for entry in self.files if entry.at is None)
+
+    @property
     def order(self) -> tuple[int, int]:
         """Sorts checkpoints from old to new."""
         return (self.sequence, self.step)

@@ -1,14 +1,14 @@
 """What to keep: a rule, a pure judgement over manifests, and a reason for each verdict.
 
-``judge`` sees the committed checkpoints of one tier and answers for each of them whether it stays and why.  Adding a
-rule never removes more, and whatever a rule says, the newest checkpoint, the newest healthy one, pinned ones and
-those in use stay.
+``judge`` sees the committed checkpoints of one tier and answers for each of them whether it stays and why.  The rules
+of a ``Keep`` add up: with one more of them, nothing more is removed; ``max_bytes`` alone takes away, the oldest first.
+Whatever a rule says, the newest checkpoint, the newest healthy one, pinned ones and those in use stay.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_resilience.errors import SetupError
@@ -22,10 +22,15 @@ class Keep:
     Args:
         last: how many of the newest checkpoints stay; -1 keeps all.
         top_k: how many of the best by the monitored metric stay besides; -1 keeps all that have the metric.
+        milestones: steps of which one checkpoint each stays for good: of every multiple of a number the closest that
+            there is, or of each step in a list.
+        max_bytes: size of all that stay together; where it is exceeded, the oldest go first, the best last.
     """
 
     last: int = 3
     top_k: int | None = None
+    milestones: int | Sequence[int] | None = None  # a tuple once it is made
+    max_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.last, bool) or not isinstance(self.last, int) or (self.last < 1 and self.last != -1):
@@ -37,6 +42,20 @@ class Keep:
             isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < -1
         ):
             raise SetupError(f"Keep(top_k={self.top_k!r}): a number from 0 is wanted, or -1 to keep all.")
+        if isinstance(self.milestones, (list, tuple)):
+            object.__setattr__(self, "milestones", tuple(self.milestones))
+        steps = self.milestones if isinstance(self.milestones, tuple) else (self.milestones,)
+        if self.milestones is not None and not all(_is_count(step) for step in steps):
+            raise SetupError(
+                f"Keep(milestones={self.milestones!r}): a number of steps is wanted, or a list of steps.",
+                hint="Use milestones=10_000, or milestones=[1000, 50_000].",
+            )
+        if self.max_bytes is not None and not _is_count(self.max_bytes):
+            raise SetupError(f"Keep(max_bytes={self.max_bytes!r}): a number of bytes is wanted.")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 @dataclass(frozen=True)
@@ -96,21 +115,68 @@ def judge(
         for name in guarded:
             if not reasons[name]:
                 reasons[name].append(why)
+    good: list[str] = []
     if ranking is not None and keep.top_k:
         best = ranking.best(manifests)
         for place, name in enumerate(best if keep.top_k == -1 else best[: keep.top_k], start=1):
             reasons[name].append(f"{'' if place == 1 else _ordinal(place) + ' '}best {ranking.monitor}")
+            good.append(name)
+    for step, name in _milestones(keep.milestones, {name: manifests[name] for name in healthy}).items():
+        reasons[name].append(f"milestone {step}")
+    guards = {name for some in (in_order, resumable, healthy) for name in some[:1]}
     for name in in_order:
         if PINNED in manifests[name].labels:
             reasons[name].append(PINNED)
         if name in in_use:
             reasons[name].append("in use")
-    return [Verdict(name, bool(why), tuple(why) or (_surplus(keep),)) for name, why in reasons.items()]
+        if PINNED in manifests[name].labels or name in in_use:
+            guards.add(name)
+    plain = [name for name in reversed(in_order) if name not in good]
+    may_go = [name for name in (*plain, *reversed(good)) if name not in guards]
+    surplus = _over_the_limit(keep.max_bytes, {name: manifests[name] for name in in_order if reasons[name]}, may_go)
+    return [
+        Verdict(name, False, (f"over max_bytes={keep.max_bytes:,}",))
+        if name in surplus
+        else Verdict(name, bool(why), tuple(why) or (_surplus(keep),))
+        for name, why in reasons.items()
+    ]
+
+
+def _milestones(steps: int | Sequence[int] | None, manifests: Mapping[str, Manifest]) -> dict[int, str]:
+    """The checkpoint that stands for each milestone: the closest; of equals the older."""
+    closest: dict[int, tuple[int, tuple[int, int], str]] = {}
+    for name, manifest in manifests.items():
+        if steps is None:
+            wanted: Sequence[int] = ()
+        elif isinstance(steps, int):
+            wanted = [(manifest.step + steps // 2) // steps * steps]  # the multiple that it is closest to
+        else:
+            wanted = steps
+        for step in wanted:
+            place = (abs(manifest.step - step), manifest.order, name)
+            if step and (step not in closest or place < closest[step]):
+                closest[step] = place
+    return {step: name for step, (_, _, name) in sorted(closest.items())}
+
+
+def _over_the_limit(limit: int | None, staying: Mapping[str, Manifest], may_go: Sequence[str]) -> set[str]:
+    """What has to go so that the others fit."""
+    surplus: set[str] = set()
+    size = sum(manifest.own_size for manifest in staying.values())
+    for name in may_go:
+        if limit is None or size <= limit:
+            break
+        if name in staying:
+            surplus.add(name)
+            size -= staying[name].own_size
+    return surplus
 
 
 def _surplus(keep: Keep) -> str:
     top = f" nor among the {keep.top_k} best" if keep.top_k else ""
-    return f"not among the newest {keep.last}{' and without a score' if keep.top_k == -1 else top}"
+    return f"not among the newest {keep.last}{' and without a score' if keep.top_k == -1 else top}" + (
+        " nor a milestone" if keep.milestones else ""
+    )
 
 
 def _ordinal(n: int) -> str:

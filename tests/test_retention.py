@@ -6,11 +6,12 @@ import itertools
 import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from lightning_resilience.errors import SetupError
-from lightning_resilience.manifest import HEALTHY, SUSPECT, WEIGHTS_ONLY, Manifest
+from lightning_resilience.manifest import HEALTHY, SUSPECT, WEIGHTS_ONLY, FileEntry, Manifest
 from lightning_resilience.retention import PINNED, Keep, Ranking, judge
 from on_disk import manifest
 
@@ -149,6 +150,8 @@ def random_run(rng: random.Random) -> dict[str, Manifest]:
 
 def more(keep: Keep, rng: random.Random) -> Keep:
     """``keep`` with one rule added or widened."""
+    if keep.milestones is None and rng.random() < 0.3:
+        return replace(keep, milestones=rng.choice([7, [3, 20, 41]]))
     if rng.random() < 0.5:
         return replace(keep, last=-1 if keep.last == -1 or rng.random() < 0.2 else keep.last + rng.randrange(4))
     top_k = keep.top_k or 0
@@ -175,7 +178,8 @@ def test_no_rule_ever_takes_what_is_guarded() -> None:
     for _ in range(3000):
         manifests = random_run(rng)
         in_use = [name for name in manifests if rng.random() < 0.1]
-        stays = kept(manifests, Keep(last=1, top_k=rng.choice([None, 1])), LOSS, tuple(in_use))
+        keep = Keep(last=1, top_k=rng.choice([None, 1]), max_bytes=rng.choice([None, 1]))
+        stays = kept(manifests, keep, LOSS, tuple(in_use))
         newest_first = sorted(manifests.values(), key=lambda found: found.sequence, reverse=True)
         resumable = [found for found in newest_first if WEIGHTS_ONLY not in found.labels]
         healthy = [found for found in resumable if found.health == HEALTHY]
@@ -184,6 +188,66 @@ def test_no_rule_ever_takes_what_is_guarded() -> None:
         assert guarded | set(in_use) <= stays
         removed += len(manifests) - len(stays)
     assert removed > 3000
+
+
+def at_steps(*steps: int, size: int = 10, **metrics: list[float]) -> dict[str, Manifest]:
+    """Checkpoints of these steps, saved in this order."""
+    return {
+        f"s{step}": manifest(
+            step,
+            sequence=place,
+            files=(FileEntry("f", size, "0" * 32),),
+            metrics={name: values[place] for name, values in metrics.items()},
+        )
+        for place, step in enumerate(steps)
+    }
+
+
+@pytest.mark.parametrize(
+    ("steps", "milestones", "expected"),
+    [
+        ((10, 20, 30, 40, 50, 60), 20, {"s20", "s40", "s60"}),
+        ((95, 104, 199, 230, 290), 100, {"s104", "s199", "s290"}),
+        ((7, 90, 110, 190), 100, {"s90", "s190"}),  # of equally close ones the older
+        ((3, 40), 100, {"s40"}),  # none is close to a multiple: the newest only
+        ((100, 150, 260, 300), [140, 900], {"s150", "s300"}),
+    ],
+)
+def test_milestones_keep_the_closest_of_each(steps: tuple[int, ...], milestones: Any, expected: set[str]) -> None:
+    assert kept(at_steps(*steps), Keep(last=1, milestones=milestones)) == expected
+
+
+def test_milestones_are_the_same_whether_judged_after_each_save_or_at_the_end() -> None:
+    rng = random.Random(2)
+    for _ in range(300):
+        steps = sorted(rng.sample(range(1, 400), rng.randrange(2, 30)))
+        keep = Keep(last=1, milestones=rng.choice([50, 70, [30, 200, 390]]))
+        everything, there = at_steps(*steps), {}
+        for name, found in everything.items():
+            there[name] = found
+            there = {name: there[name] for name in there if name in kept(there, keep)}
+        assert set(there) == kept(everything, keep)
+
+
+def test_rules_add_up_to_exactly_what_they_say() -> None:
+    manifests = at_steps(10, 20, 30, 40, 50, 60, loss=[1, 9, 0.5, 9, 9, 9])
+    verdicts = judge(manifests, Keep(last=1, top_k=1, milestones=20), LOSS)
+    assert {verdict.name: verdict.reasons for verdict in verdicts if verdict.keep} == {
+        "s60": ("newest", "milestone 60"),
+        "s40": ("milestone 40",),
+        "s30": ("best loss",),
+        "s20": ("milestone 20",),
+    }
+
+
+def test_bytes_are_bounded_the_oldest_going_first_and_the_best_last() -> None:
+    manifests = at_steps(1, 2, 3, 4, 5, loss=[0.1, 5, 5, 5, 5])
+    keep = Keep(last=-1, top_k=1, max_bytes=30)
+    assert kept(manifests, keep, LOSS) == {"s1", "s4", "s5"}
+    assert kept(manifests, replace(keep, max_bytes=5), LOSS) == {"s5"}
+    assert kept(manifests, replace(keep, max_bytes=50), LOSS) == set(manifests)
+    [verdict] = [found for found in judge(manifests, keep, LOSS) if found.name == "s2"]
+    assert verdict.reasons == ("over max_bytes=30",)
 
 
 @pytest.mark.parametrize(
@@ -197,6 +261,11 @@ def test_no_rule_ever_takes_what_is_guarded() -> None:
         (lambda: Keep(top_k=-2), "top_k=-2"),
         (lambda: Keep(top_k="3"), "top_k='3'"),
         (lambda: Keep(top_k=False), "top_k=False"),
+        (lambda: Keep(milestones=0), "milestones=0"),
+        (lambda: Keep(milestones=[10, -5]), "milestones="),
+        (lambda: Keep(milestones="1000"), "milestones='1000'"),
+        (lambda: Keep(max_bytes=0), "max_bytes=0"),
+        (lambda: Keep(max_bytes=1e9), "max_bytes="),
         (lambda: Ranking("loss", "best"), "mode='best'"),
     ],
 )
