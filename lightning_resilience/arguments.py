@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from datetime import timedelta
 
 import fsspec
@@ -13,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_resilience.errors import SetupError
 from lightning_resilience.manifest import PARTIAL, REMOVED
+from lightning_resilience.objects import open_objects
 from lightning_resilience.schedule import EverySeconds, EverySteps, FirstOf, Never, Schedule, check_schedule
 from lightning_resilience.tiers import local_path
 
@@ -67,6 +69,20 @@ def check_dirpath(dirpath: str | os.PathLike[str] | None) -> str | None:
     if os.path.exists(path) and not os.path.isdir(path):
         raise SetupError(f"dirpath={path!r} is a file.", hint="Give dirpath= a folder.")
     return os.path.realpath(path)
+
+
+def check_remote(remote: object, options: object, keep: object) -> None:
+    """Raise SetupError unless a cold tier can be behind ``remote``; nothing is asked of it yet."""
+    if remote is None:
+        for name, value in (("storage_options", options), ("remote_keep", keep)):
+            if value is not None:
+                raise SetupError(f"{name}= is for a cold tier, and there is none.", hint="Give remote='s3://…' too.")
+        return
+    if not isinstance(remote, str) or "://" not in remote:
+        raise SetupError(f"remote={remote!r} is not a URL.", hint="Use 's3://bucket/folder' or 'file:///path'.")
+    if options is not None and not isinstance(options, Mapping):
+        raise SetupError(f"storage_options of type {type(options).__name__}: a dict is wanted.")
+    open_objects(remote, options)
 
 
 def check_filename(filename: str | None, callback: type[ModelCheckpoint]) -> None:

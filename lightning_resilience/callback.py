@@ -19,6 +19,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -32,10 +33,19 @@ from typing_extensions import override
 
 from lightning_resilience import slots
 from lightning_resilience.agreement import Agreement
-from lightning_resilience.arguments import check_choice, check_dirpath, check_filename, check_number, the_schedule
+from lightning_resilience.arguments import (
+    check_choice,
+    check_dirpath,
+    check_filename,
+    check_number,
+    check_remote,
+    the_schedule,
+)
 from lightning_resilience.engine import OVERDUE, Committed, Folder, Save
 from lightning_resilience.errors import SaveFailed, SetupError
 from lightning_resilience.manifest import HEALTHY, Manifest, newest_first
+from lightning_resilience.remote import RemoteTier
+from lightning_resilience.replication import Replicated, Replicator
 from lightning_resilience.retention import Keep, Ranking, judge
 from lightning_resilience.schedule import Progress, Schedule
 from lightning_resilience.session import Session, log_save, manifests_in
@@ -88,6 +98,10 @@ class ResilientCheckpoint(ModelCheckpoint):
         save_timeout: seconds after which a save that some rank has not finished is dropped.
         exact_data: continue an interrupted epoch at the exact sample; otherwise Lightning does what it does: it goes on
             counting batches, and reads from the first one.  Right for data that is gone once read, as from a queue.
+        remote: cold tier: an ``s3://bucket/folder`` or any other fsspec URL, to which every checkpoint is copied in the
+            background, and from which a run goes on where the folder was lost.
+        storage_options: credentials and the like for ``remote``, by the names that fsspec's implementation has.
+        remote_keep: what the cold tier retains; as ``keep`` if not given.
         restore_optimizers: ``False`` resumes all but the optimizers and their schedulers, to go on with others.
 
     Raises:
@@ -121,6 +135,9 @@ class ResilientCheckpoint(ModelCheckpoint):
         save_timeout: float = 1800.0,
         exact_data: bool = True,
         restore_optimizers: bool = True,
+        remote: str | None = None,
+        storage_options: dict[str, Any] | None = None,
+        remote_keep: Keep | None = None,
     ) -> None:
         self._given_dirpath = check_dirpath(dirpath)
         check_choice("mode", mode, ("min", "max"))
@@ -143,10 +160,11 @@ class ResilientCheckpoint(ModelCheckpoint):
         slots.check_memory(memory)
         if monitor is None and save_top_k > 1:
             raise SetupError(f"save_top_k={save_top_k} ranks checkpoints, but there is no monitor= to rank them by.")
-        if keep is not None and not isinstance(keep, Keep):
-            raise SetupError(f"keep={keep!r} is not a retention rule.", hint="Use Keep(last=3).")
-        if keep is not None and keep.top_k and monitor is None:
-            raise SetupError(f"keep={keep!r} ranks checkpoints, but there is no monitor= to rank them by.")
+        for name, rule in (("keep", keep), ("remote_keep", remote_keep)):
+            if rule is not None and not isinstance(rule, Keep):
+                raise SetupError(f"{name}={rule!r} is not a retention rule.", hint="Use Keep(last=3).")
+            if rule is not None and rule.top_k and monitor is None:
+                raise SetupError(f"{name}={rule!r} ranks checkpoints, but there is no monitor= to rank them by.")
         self.schedule = the_schedule(schedule, every_n_train_steps, train_time_interval, every_n_epochs)
         super().__init__(
             dirpath=self._expanded_dirpath(),
@@ -172,6 +190,10 @@ class ResilientCheckpoint(ModelCheckpoint):
         self.exact_data = exact_data
         self.restore_optimizers = restore_optimizers
         self.keep = self._the_keep(keep)
+        check_remote(remote, storage_options, remote_keep)
+        self.remote = remote
+        self._storage_options = storage_options
+        self.remote_keep = self._the_keep(remote_keep) if remote_keep is not None else self.keep
         self.ranking = Ranking(monitor, mode) if monitor is not None else None
         if monitor is not None and mode == "min" and any(word in monitor.lower() for word in ("acc", "auroc", "f1")):
             rank_zero_warn(
@@ -184,6 +206,8 @@ class ResilientCheckpoint(ModelCheckpoint):
         """What belongs to one fit."""
         self._session: Session | None = None
         self._folder: Folder | None = None
+        self._replicator: Replicator | None = None
+        self._last_save: Save | None = None
         self._agreement: Agreement | None = None
         self._started = Progress(0, 0.0)
         self._reasons: list[str] = []
@@ -199,7 +223,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         if keep is None:
             keep = Keep(last=-1 if self.save_top_k == -1 and self.monitor is None else 3)
         if self.monitor is not None and keep.top_k is None:
-            keep = Keep(last=keep.last, top_k=self.save_top_k)
+            keep = replace(keep, top_k=self.save_top_k)
         return keep
 
     def _expanded_dirpath(self) -> str | None:
@@ -224,6 +248,10 @@ class ResilientCheckpoint(ModelCheckpoint):
 
         Ranks may hear of it at different batches, so it is no place for a collective.
         """
+
+    def on_checkpoint_replicated(self, trainer: Trainer, pl_module: LightningModule, checkpoint: Replicated) -> None:
+        """Called on every rank, from the training thread, once ``checkpoint`` is in the cold tier; see
+        ``on_checkpoint_committed``."""
 
     @property
     def best_model_path(self) -> str:
@@ -276,8 +304,9 @@ class ResilientCheckpoint(ModelCheckpoint):
         if stage != "fit" and not last_is_wanted:
             return
         root = Path(self.dirpath).absolute()
+        cold = RemoteTier(self.remote, self._storage_options) if self.remote is not None else None
         if stage != "fit":
-            session.resume_last.append((session.look_into(root), self._sibling_folders(root)))
+            session.resume_last.append((session.look_into(root, cold), self._sibling_folders(root)))
             return
         if root in session.folders:
             raise SetupError(
@@ -289,11 +318,22 @@ class ResilientCheckpoint(ModelCheckpoint):
             keep=self.keep,
             ranking=self.ranking,
             link=f"{self.CHECKPOINT_NAME_LAST}{self.FILE_EXTENSION}" if self.save_last else None,
+            cold=cold,
         )
         self._committed = manifests_in(self._folder, session.ranks)
         session.engine.count_from(self._committed.values())
+        if cold is not None:
+            self._begin_replicating(session, self._folder, cold)
         if last_is_wanted:
             session.resume_last.append((self._folder, self._sibling_folders(root)))
+
+    def _begin_replicating(self, session: Session, folder: Folder, cold: RemoteTier) -> None:
+        """Go on with what a killed run left on its way, and make sure now that the cold tier can be written."""
+        self._replicator = replicator = Replicator(
+            session.ranks, folder, cold, self.remote_keep, self.ranking, timeout=self.save_timeout
+        )
+        session.engine.count_from(replicator.known_cold())
+        session.engine.protect(folder, replicator.pending)
 
     def _agree_on_folder(self, trainer: Trainer, session: Session) -> str:
         """The folder: rank 0's, so that loggers that number their runs do not split it; or each rank's own if that
@@ -318,6 +358,8 @@ class ResilientCheckpoint(ModelCheckpoint):
         self._agreement = Agreement(self._session.ranks)
         self._session.between_batches.append(self._between_batches)
         self._started = self._now(trainer)
+        if self._replicator is not None:
+            self._replicator.offer(self._committed, self._session.engine.in_use)
         if self._session.resumed is not None:
             self._saved_at = self._position(trainer)
         self._update_best()
@@ -480,13 +522,26 @@ class ResilientCheckpoint(ModelCheckpoint):
                 log_save(save)
             self._note(trainer, pl_module, save.committed.result())
             self._session.engine.tidy(save)
+            self._last_save = save
+        self._hear_of_copies(trainer, pl_module)
+
+    def _hear_of_copies(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take note of the checkpoints that the cold tier has got since the last batch."""
+        copies = self._replicator.poll() if self._replicator is not None else []
+        for copy in copies:
+            self.on_checkpoint_replicated(trainer, pl_module, copy)
+        if copies and self._last_save is not None and self._session is not None:
+            self._session.engine.tidy(self._last_save)  # what was kept only because it was on its way may go
 
     def _note(self, trainer: Trainer, pl_module: LightningModule, checkpoint: Committed) -> None:
         """Now that it exists: tell loggers and subclasses."""
         self._committed[checkpoint.path.name] = checkpoint.manifest
         assert self._session is not None
-        in_use = self._session.engine.in_use
-        for verdict in judge(self._committed, self.keep, self.ranking, in_use):
+        if self._replicator is not None:
+            self._replicator.offer(self._committed, self._session.engine.in_use)
+        assert self._folder is not None
+        must_stay = self._session.engine.must_stay(self._folder)
+        for verdict in judge(self._committed, self.keep, self.ranking, must_stay):
             if not verdict.keep:
                 del self._committed[verdict.name]
         self._update_best()
@@ -553,8 +608,12 @@ class ResilientCheckpoint(ModelCheckpoint):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._session is not None:
+            if self._replicator is not None:
+                self._replicator.offer(self._committed, self._session.engine.in_use)
+                self._replicator.close(self.save_timeout)
+                self._hear_of_copies(trainer, pl_module)
             self._session.leave()
-            self._session = self._agreement = None
+            self._session = self._agreement = self._replicator = None
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -572,7 +631,9 @@ class ResilientCheckpoint(ModelCheckpoint):
             log.warning("event=save step=%d outcome=failed error=%r", trainer.global_step, error)
         finally:
             session.abandon(DRAIN_AFTER_EXCEPTION)
-            self._session = self._agreement = None
+            if self._replicator is not None:
+                self._replicator.abandon()
+            self._session = self._agreement = self._replicator = None
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -587,7 +648,10 @@ class ResilientCheckpoint(ModelCheckpoint):
 
     def __getstate__(self) -> dict[str, Any]:
         """Picklable at any time (``ddp_spawn``, ``copy``): what belongs to a running fit stays behind."""
-        return {**self.__dict__, "_session": None, "_agreement": None, "_folder": None, "_overdue": None}
+        return {**self.__dict__, **dict.fromkeys(_OF_A_FIT)}
+
+
+_OF_A_FIT = ("_session", "_agreement", "_folder", "_overdue", "_replicator", "_last_save")
 
 
 def _make_visible() -> None:

@@ -48,6 +48,7 @@ from lightning_resilience.manifest import (
     shard_file,
 )
 from lightning_resilience.ranks import Board, Ranks, attempt, raise_first
+from lightning_resilience.remote import RemoteTier
 from lightning_resilience.retention import Keep, Ranking
 from lightning_resilience.shards import (
     FlatState,
@@ -112,6 +113,7 @@ class Folder:
     keep: Keep | None = None
     ranking: Ranking | None = None
     link: str | None = None
+    cold: RemoteTier | None = None
 
 
 @dataclass
@@ -202,6 +204,7 @@ class Engine:
         self._failures: dict[Folder, int] = {}
         self.skipped = 0
         self.in_use: set[str] = set()
+        self._protected: dict[Folder, Callable[[], Collection[str]]] = {}
         self.timeout = timeout
         self._memory = SlotMemory(memory, ranks.rank)
         self._plan: _Plan | None = None
@@ -217,7 +220,13 @@ class Engine:
     # -- folders ------------------------------------------------------------------------------------------------------
 
     def open_folder(
-        self, root: Path, *, keep: Keep | None = None, ranking: Ranking | None = None, link: str | None = None
+        self,
+        root: Path,
+        *,
+        keep: Keep | None = None,
+        ranking: Ranking | None = None,
+        link: str | None = None,
+        cold: RemoteTier | None = None,
     ) -> Folder:
         """For saving: check that every rank can write its folder, find out who shares it, and clear what a killed run
         left there.
@@ -228,13 +237,22 @@ class Engine:
         tier = LocalTier(root)
         sharing = self.ranks.sharing(tier)
         leaders = tuple(sorted(set(self.ranks.all_gather(sharing[0]))))
-        folder = Folder(tier, sharing, leaders, keep, ranking, link)
+        folder = Folder(tier, sharing, leaders, keep, ranking, link, cold)
         raise_first(self.ranks.gathered(lambda: self._take_over(folder)))
         return folder
 
-    def look_into(self, root: Path) -> Folder:
-        """For reading only: nothing in the folder is changed, and all ranks are taken to share it."""
-        return Folder(LocalTier(root), tuple(range(self.ranks.world_size)), (0,))
+    def look_into(self, root: Path, cold: RemoteTier | None = None) -> Folder:
+        """For reading only: nothing in the folder is changed (but what it lacks is fetched from the cold tier), and all
+        ranks are taken to share it."""
+        return Folder(LocalTier(root), tuple(range(self.ranks.world_size)), (0,), cold=cold)
+
+    def protect(self, folder: Folder, names: Callable[[], Collection[str]]) -> None:
+        """Ask ``names`` before each removal from a folder what must stay there, whatever its rule says."""
+        self._protected[folder] = names
+
+    def must_stay(self, folder: Folder) -> set[str]:
+        """Names that must stay in a folder now: what was resumed from, what is on its way elsewhere."""
+        return {*self.in_use, *self._protected.get(folder, tuple)()}
 
     def _take_over(self, folder: Folder) -> None:
         if self.ranks.rank == folder.sharing[0]:
@@ -551,7 +569,7 @@ class Engine:
         folder = save.folder
         assert folder.keep is not None
         try:
-            store.retain(folder.tier, folder.keep, folder.ranking, self.in_use, up_to=save.sequence)
+            store.retain(folder.tier, folder.keep, folder.ranking, self.must_stay(folder), up_to=save.sequence)
         except OSError as error:
             log.warning("event=retain folder=%s error=%r", folder.tier.root, error)
 

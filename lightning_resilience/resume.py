@@ -1,8 +1,8 @@
 """A resume: which checkpoint, decided by all ranks together.
 
 Every rank looks at what it can see, the findings are gathered, and all come to the same answer: the newest checkpoint
-of which every file is somewhere, whole, by size and digest.  Nothing is unpickled before that.  Where folders are
-node-local, files that a node lacks are then copied to it from one that has them.
+of which every file is somewhere, whole, by size and digest.  Nothing is unpickled before that.  What a folder lacks is
+then brought to it: where folders are node-local, from a node that has it, and otherwise from the cold tier.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_resilience import store
 from lightning_resilience.engine import Engine, Folder
 from lightning_resilience.errors import CheckpointCorrupt, CheckpointNotFound, ResilienceError
 from lightning_resilience.manifest import HEALTHY, MANIFEST, WEIGHTS_ONLY, FileEntry, Manifest
-from lightning_resilience.ranks import Ranks, raise_first
+from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.tiers import LocalTier
 
 log = logging.getLogger("lightning_resilience")
@@ -31,6 +31,8 @@ class Source:
     tier: LocalTier
     name: str
     manifest: Manifest | None = None
+    fetched: int = 0
+    """Bytes that had to be fetched from the cold tier."""
 
     @property
     def path(self) -> Path:
@@ -63,54 +65,93 @@ class Search:
 
 
 def find_last(engine: Engine, folders: Sequence[Folder]) -> Search:
-    """The newest healthy checkpoint in ``folders`` that all ranks together can restore.  Collective."""
-    search = Search()
-    first = engine.ranks.rank == 0
-    candidates: list[tuple[tuple[int, int], int, str]] = []
+    """The newest healthy checkpoint in ``folders``, or in the cold tiers behind them, that all ranks together can
+    restore.  Collective.
+
+    Raises:
+        TierUnavailable, TierDenied: a cold tier does not answer, and without it there is nothing to resume.
+    """
+    search, ranks = Search(), engine.ranks
+    candidates: list[tuple[tuple[int, int], int, str, Manifest | None]] = []
+    silent: list[ResilienceError] = []
     for index, folder in enumerate(folders):
-        listings = engine.ranks.gathered(lambda folder=folder: _what_is_there(folder.tier))  # type: ignore[misc]
+        listings = ranks.gathered(lambda folder=folder: _what_is_there(folder.tier))  # type: ignore[misc]
         raise_first(listings)
-        found: dict[str, tuple[int, int] | str | ResilienceError] = {}
+        found: dict[str, _Finding] = {}
         for listing in reversed(listings):
             assert isinstance(listing, dict)
             found |= {name: what for name, what in listing.items() if not isinstance(found.get(name), tuple)}
             found |= {name: what for name, what in listing.items() if isinstance(what, tuple)}
-        for name, what in found.items():
-            if isinstance(what, tuple):
-                candidates.append((what, index, name))
-            else:
-                search.skip(folder.tier.path(name), what, aloud=first)
-    for _, index, name in sorted(candidates, reverse=True):
+        cold = _what_is_cold(ranks, folder)
+        if isinstance(cold, ResilienceError):
+            silent.append(cold)
+            cold = {}
+        for name in {**found, **cold}:
+            here, there = found.get(name), cold.get(name)
+            if isinstance(here, tuple):
+                candidates.append((here, index, name, there if there is not None and there.order == here else None))
+            elif there is not None:
+                candidates.append((there.order, index, name, there))
+            elif here is not None:
+                search.skip(folder.tier.path(name), here, aloud=ranks.rank == 0)
+    for _, index, name, there in sorted(candidates, key=lambda one: one[:3], reverse=True):
         folder = folders[index]
         try:
-            search.source = verify_together(engine.ranks, folder, name)
+            search.source = verify_together(ranks, folder, name, there)
             return search
         except ResilienceError as error:
-            search.skip(folder.tier.path(name), error, aloud=first)
+            search.skip(folder.tier.path(name), error, aloud=ranks.rank == 0)
+    if silent:
+        raise silent[0]
     return search
 
 
-def _what_is_there(tier: LocalTier) -> dict[str, tuple[int, int] | str | ResilienceError]:
-    """Place in the order of each checkpoint that a run may resume from, or why it may not: its nature, or damage."""
+_Finding = tuple[int, int] | str | ResilienceError
+"""Place in the order of a checkpoint that a run may resume from, or why it may not: its nature, or damage."""
+
+
+def _what_is_there(tier: LocalTier) -> dict[str, _Finding]:
     listing = store.list_checkpoints(tier)
-    found: dict[str, tuple[int, int] | str | ResilienceError] = {
+    found: dict[str, _Finding] = {
         name: error
         for name, error in listing.unusable.items()
         if name in tier.names() and not store.is_stock_folder(tier.path(name))
     }
-    for name, manifest in listing.committed.items():
-        if WEIGHTS_ONLY in manifest.labels:
-            found[name] = "it holds weights only"
-        elif manifest.health != HEALTHY:
-            found[name] = f"it is {manifest.health}"
-        else:
-            found[name] = manifest.order
-    return found
+    return found | {name: _why_not(manifest) or manifest.order for name, manifest in listing.committed.items()}
 
 
-def verify_together(ranks: Ranks, folder: Folder, name: str) -> Source:
-    """Check every byte of a checkpoint, each file by one rank of each folder, and make it whole on every folder.
-    Collective.
+def _why_not(manifest: Manifest) -> str | None:
+    """Why a run does not resume from a checkpoint, however whole it is."""
+    if WEIGHTS_ONLY in manifest.labels:
+        return "it holds weights only"
+    return None if manifest.health == HEALTHY else f"it is {manifest.health}"
+
+
+def _what_is_cold(ranks: Ranks, folder: Folder) -> dict[str, Manifest] | ResilienceError:
+    """What the cold tier behind a folder has to resume from, as rank 0 sees it; or that it does not answer."""
+    cold = folder.cold
+    if cold is None:
+        return {}
+    listing = ranks.broadcast(attempt(lambda: store.list_checkpoints(cold)) if ranks.rank == 0 else None)
+    if isinstance(listing, ResilienceError):
+        if ranks.rank == 0:
+            log.warning("event=resume tier=cold url=%s error=%r", cold.where(), listing.message)
+        return listing
+    if isinstance(listing, BaseException):
+        raise listing
+    assert listing is not None
+    return {name: manifest for name, manifest in listing.committed.items() if _why_not(manifest) is None}
+
+
+def verify_together(ranks: Ranks, folder: Folder, name: str, there: Manifest | None = None) -> Source:
+    """Check every byte of a checkpoint, each file by one rank of each folder, and make it whole on every folder, with
+    the bytes of another folder or of the cold tier.  Collective.
+
+    Args:
+        ranks: who checks.
+        folder: where.
+        name: of the checkpoint.
+        there: its manifest in the cold tier, if it is there.
 
     Raises:
         CheckpointCorrupt: a file is damaged or missing everywhere; on all ranks.
@@ -119,9 +160,10 @@ def verify_together(ranks: Ranks, folder: Folder, name: str) -> Source:
     tier = folder.tier
     manifests = ranks.gathered(lambda: store.read_manifest(tier, name))
     good = [manifest for manifest in manifests if isinstance(manifest, Manifest)]
-    if not good:
+    if not good and there is None:
         raise_first(manifests)
-    manifest = good[0]
+    manifest = good[0] if good else there
+    assert manifest is not None
     mine = manifest.files[folder.sharing.index(ranks.rank) :: len(folder.sharing)]
     checked = ranks.gathered(lambda: {entry.path: store.content_problem(tier, name, entry) for entry in mine})
     raise_first(checked)
@@ -138,14 +180,41 @@ def verify_together(ranks: Ranks, folder: Folder, name: str) -> Source:
             else:
                 lacking.setdefault(file, set()).add(leader_of[rank])
                 problems[file] = problem
-    lost = [problem for file, problem in problems.items() if file not in holding]
+    lost = {file: problem for file, problem in problems.items() if file not in holding}
+    if lost and there is None:
+        raise CheckpointCorrupt(f"{name} is damaged: {'; '.join(lost.values())}.", problems=tuple(lost.values()))
     if lost:
-        raise CheckpointCorrupt(f"{name} is damaged: {'; '.join(lost)}.", problems=tuple(lost))
-    for file in sorted(lacking):
+        _fetch(ranks, folder, name, [entry for entry in manifest if entry.path in lost])
+    for file in sorted(lacking.keys() - lost.keys()):
         _copy(ranks, folder, name, manifest.file(file), holding[file], lacking[file])
     if len(good) < ranks.world_size and ranks.rank == folder.sharing[0]:
         _write_missing_manifest(tier, name, manifest)
-    return Source(tier, name, manifest)
+    return Source(tier, name, manifest, fetched=sum(entry.size for entry in manifest if entry.path in lost))
+
+
+def _fetch(ranks: Ranks, folder: Folder, name: str, entries: Sequence[FileEntry]) -> None:
+    """Bring files from the cold tier to every folder, each once to each, shared out over the ranks that share it."""
+    cold, tier = folder.cold, folder.tier
+    assert cold is not None
+    place = folder.sharing.index(ranks.rank)
+
+    def fetch_mine() -> None:
+        for entry in entries[place :: len(folder.sharing)]:
+            target = tier.path(name, entry.path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            sink = target.with_name(f".{entry.path}.fetched-{os.getpid()}")
+            try:
+                cold.fetch(name, entry, sink)
+                os.replace(sink, target)
+            except FileNotFoundError as error:
+                raise CheckpointCorrupt(f"{error}", problems=(f"{entry.path} is missing in {cold.where()}",)) from error
+            finally:
+                sink.unlink(missing_ok=True)
+            log.info("event=heal name=%s file=%s from=%s", name, entry.path, cold.where())
+        tier.begin(name)
+        tier.sync(name)
+
+    raise_first(ranks.gathered(fetch_mine))
 
 
 def _copy(ranks: Ranks, folder: Folder, name: str, entry: FileEntry | None, source: int, sinks: set[int]) -> None:

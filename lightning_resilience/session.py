@@ -23,6 +23,7 @@ from lightning_resilience.errors import CheckpointCorrupt, CheckpointIncompatibl
 from lightning_resilience.manifest import MANIFEST, META, PINNED, WEIGHTS_ONLY, Manifest, rank_file
 from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.reader import CheckpointReader, canonical, load_trusted
+from lightning_resilience.remote import RemoteTier
 from lightning_resilience.resume import Source, find_last, open_explicit
 from lightning_resilience.shards import PLAIN
 from lightning_resilience.strategies import Doorway, edits_loaded_state, family_of, raw_optimizer
@@ -157,9 +158,9 @@ class Session:
             self.folders[root] = self.engine.open_folder(root, **rules)
         return self.folders[root]
 
-    def look_into(self, root: Path) -> Folder:
+    def look_into(self, root: Path, cold: RemoteTier | None = None) -> Folder:
         """A folder to read from only."""
-        return self.folders.get(root.absolute()) or self.engine.look_into(root.absolute())
+        return self.folders.get(root.absolute()) or self.engine.look_into(root.absolute(), cold)
 
     def at_step_boundary(self) -> bool:
         """Whether no gradients of a half-done accumulation window would be lost now."""
@@ -392,8 +393,9 @@ class Session:
         """One line that says what is resumed."""
         if self.ranks.rank == 0 and source.manifest is not None:
             step, size = source.manifest.step, self.ranks.world_size
+            tier = f"cold fetched={source.fetched}" if source.fetched else "hot"
             note = f" skipped={skipped!r}" if skipped else ""
-            log.info("event=resume step=%d from=%s tier=hot ranks=%d%s", step, source.path, size, note)
+            log.info("event=resume step=%d from=%s tier=%s ranks=%d%s", step, source.path, tier, size, note)
 
     def _make_load_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def load_checkpoint(checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

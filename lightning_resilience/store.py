@@ -6,8 +6,7 @@ Everything here goes by one rule: a checkpoint exists if and only if its manifes
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from lightning_resilience.manifest import (
     newest_first,
 )
 from lightning_resilience.retention import Keep, Ranking, Verdict, judge
-from lightning_resilience.tiers import LocalTier
+from lightning_resilience.tiers import LocalTier, Tier
 
 log = logging.getLogger("lightning_resilience")
 
@@ -47,7 +46,7 @@ class Listing:
         return newest_first(self.committed)
 
 
-def list_checkpoints(tier: LocalTier) -> Listing:
+def list_checkpoints(tier: Tier) -> Listing:
     """Read the manifests of a tier, as they are on disk now."""
     listing = Listing()
     for name in tier.names():
@@ -63,7 +62,7 @@ def list_checkpoints(tier: LocalTier) -> Listing:
     return listing
 
 
-def read_manifest(tier: LocalTier, name: str) -> Manifest:
+def read_manifest(tier: Tier, name: str) -> Manifest:
     """The manifest of one checkpoint.
 
     Raises:
@@ -71,14 +70,14 @@ def read_manifest(tier: LocalTier, name: str) -> Manifest:
         CheckpointUncommitted: the folder has no manifest.
         CheckpointCorrupt, CheckpointIncompatible: the manifest cannot be used.
     """
-    where = str(tier.path(name, MANIFEST))
+    where = tier.where(name, MANIFEST)
     try:
         return Manifest.from_bytes(tier.read(name, MANIFEST), where)
     except (FileNotFoundError, NotADirectoryError) as error:
-        if not tier.path(name).is_dir():
-            raise CheckpointNotFound(f"There is no checkpoint {str(tier.path(name))!r}.") from error
+        if not tier.exists(name):
+            raise CheckpointNotFound(f"There is no checkpoint {tier.where(name)!r}.") from error
         raise CheckpointUncommitted(
-            f"{str(tier.path(name))!r} has no {MANIFEST}: its save did not finish.",
+            f"{tier.where(name)!r} has no {MANIFEST}: its save did not finish.",
             hint="Resume with ckpt_path='last', which skips it.",
         ) from error
     except OSError as error:
@@ -103,13 +102,13 @@ def open_checkpoint(path: Path) -> tuple[LocalTier, str, Manifest]:
         raise type(error)(error.message, hint=available(tier)) from error
 
 
-def available(tier: LocalTier) -> str:
+def available(tier: Tier) -> str:
     """A sentence that names the checkpoints in a tier, newest first."""
     names = list_checkpoints(tier).newest_first()
     if not names:
-        return f"There are no checkpoints in {str(tier.root)!r}."
+        return f"There are no checkpoints in {tier.where()!r}."
     shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
-    return f"{str(tier.root)!r} has: {shown}."
+    return f"{tier.where()!r} has: {shown}."
 
 
 def is_stock_folder(path: Path) -> bool:
@@ -141,7 +140,7 @@ def holder(name: str, entry: FileEntry) -> str:
     return entry.at or name
 
 
-def size_problem(tier: LocalTier, name: str, entry: FileEntry) -> str | None:
+def size_problem(tier: Tier, name: str, entry: FileEntry) -> str | None:
     """Why a file cannot be whole, judged by its size alone; None where it can."""
     try:
         size = tier.size(holder(name, entry), entry.path)
@@ -155,7 +154,7 @@ def size_problem(tier: LocalTier, name: str, entry: FileEntry) -> str | None:
     return None
 
 
-def content_problem(tier: LocalTier, name: str, entry: FileEntry) -> str | None:
+def content_problem(tier: Tier, name: str, entry: FileEntry) -> str | None:
     """Why a file is not what the manifest says, by size and digest; None where it is."""
     if problem := size_problem(tier, name, entry):
         return problem
@@ -166,7 +165,7 @@ def content_problem(tier: LocalTier, name: str, entry: FileEntry) -> str | None:
     return None if found == entry.xxh3_128 else f"{entry.path} has other content than was saved (digest differs)"
 
 
-def verify(tier: LocalTier, name: str, manifest: Manifest, *, content: bool = True) -> list[str]:
+def verify(tier: Tier, name: str, manifest: Manifest, *, content: bool = True) -> list[str]:
     """All problems of a checkpoint, one ``file cause`` each; empty where it is whole."""
     check = content_problem if content else size_problem
     return [problem for entry in manifest if (problem := check(tier, name, entry))]
@@ -175,11 +174,11 @@ def verify(tier: LocalTier, name: str, manifest: Manifest, *, content: bool = Tr
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def free_name(tier: LocalTier, name: str) -> str:
+def free_name(tier: Tier, name: str) -> str:
     """``name``, or the first of ``name-v1``, ``name-v2``, … that is not taken."""
     stem = name.removesuffix(EXTENSION)
     candidate, version = name, 0
-    while os.path.lexists(tier.path(candidate)):
+    while tier.exists(candidate):
         version += 1
         candidate = f"{stem}-v{version}{EXTENSION}"
     return candidate
@@ -196,12 +195,13 @@ def commit(tier: LocalTier, partial: str, name: str, manifest: Manifest, *, repl
 
 
 def retain(
-    tier: LocalTier,
+    tier: Tier,
     keep: Keep,
     ranking: Ranking | None = None,
     in_use: Collection[str] = (),
     *,
     up_to: int | None = None,
+    committed: Mapping[str, Manifest] | None = None,
 ) -> list[Verdict]:
     """Judge a tier and remove what its rule gives up.
 
@@ -210,12 +210,13 @@ def retain(
         keep: its rule.
         ranking: what ``keep.top_k`` ranks by.
         in_use: names that stay whatever the rule says.
+        committed: what is there, where that is known already; otherwise the tier is listed.
         up_to: sequence number of the newest checkpoint that users know of; newer ones do not make others redundant yet.
 
     Returns:
         The verdicts on what was removed.  A removal that fails is logged and tried again after the next save.
     """
-    committed = list_checkpoints(tier).committed
+    committed = list_checkpoints(tier).committed if committed is None else committed
     referred = {entry.at for manifest in committed.values() for entry in manifest if entry.at}
     removed = []
     known = {name: manifest for name, manifest in committed.items() if up_to is None or manifest.sequence <= up_to}
@@ -224,10 +225,10 @@ def retain(
             continue
         try:
             tier.remove(verdict.name)
-        except OSError as error:
+        except (OSError, ResilienceError) as error:
             log.warning("event=forget name=%s error=%r", verdict.name, error)
             continue
-        log.info("event=forget name=%s reason=%r", verdict.name, "; ".join(verdict.reasons))
+        log.info("event=forget name=%s from=%s reason=%r", verdict.name, tier.where(), "; ".join(verdict.reasons))
         removed.append(verdict)
     return removed
 
@@ -245,12 +246,7 @@ def sweep(tier: LocalTier) -> list[str]:
         if tier.is_held(leftover):
             continue
         name = leftover.partition(PARTIAL)[0]
-        if (
-            PARTIAL in leftover
-            and REMOVED not in leftover
-            and not os.path.lexists(tier.path(name))
-            and _is_whole(tier, leftover)
-        ):
+        if PARTIAL in leftover and REMOVED not in leftover and not tier.exists(name) and _is_whole(tier, leftover):
             tier.publish(leftover, name)
             done.append(f"published {name}: it was whole but for its rename")
         else:

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import xxhash
 
@@ -41,6 +41,34 @@ ALIGNED = 4096
 """Bytes that direct I/O takes a multiple of."""
 HASH_BLOCK = 256 * 2**10
 """Bytes read and hashed at a time, few enough to stay in the processor's cache."""
+
+
+class Tier(Protocol):
+    """A place with checkpoints, as everything sees it that does not write one."""
+
+    def names(self) -> list[str]:
+        """Names of what may be checkpoints."""
+
+    def leftovers(self) -> list[str]:
+        """Names of what a save or a removal left unfinished."""
+
+    def where(self, name: str = "", file: str = "") -> str:
+        """Path or URL of the tier, of a checkpoint or of one of its files, for people."""
+
+    def exists(self, name: str) -> bool:
+        """Whether anything is there under the name of a checkpoint."""
+
+    def read(self, name: str, file: str) -> bytes:
+        """Content of a file; FileNotFoundError where it is not there."""
+
+    def size(self, name: str, file: str) -> int | None:
+        """Bytes of a file, or None where it is not there."""
+
+    def digest(self, name: str, file: str) -> str:
+        """xxh3_128 of a file as it is there now."""
+
+    def remove(self, name: str) -> None:
+        """Let a checkpoint disappear: at first its manifest, or all of it in one step."""
 
 
 class LocalTier:
@@ -79,6 +107,14 @@ class LocalTier:
         """Where a checkpoint, or one of its files, is."""
         return self.root / name / file if file else self.root / name
 
+    def where(self, name: str = "", file: str = "") -> str:
+        """Path of the tier, of a checkpoint or of one of its files, for people."""
+        return str(self.path(name, file)) if name else str(self.root)
+
+    def exists(self, name: str) -> bool:
+        """Whether anything is there under the name of a checkpoint."""
+        return os.path.lexists(self.path(name))
+
     def read(self, name: str, file: str) -> bytes:
         """Content of a file.
 
@@ -96,13 +132,7 @@ class LocalTier:
 
     def digest(self, name: str, file: str) -> str:
         """xxh3_128 of a file as it is on disk now."""
-        state = xxhash.xxh3_128()
-        with open(self.path(name, file), "rb", buffering=0) as stream:
-            block = bytearray(min(HASH_BLOCK, os.fstat(stream.fileno()).st_size + 1))
-            view = memoryview(block)
-            while count := stream.readinto(block):
-                state.update(view[:count])
-        return state.hexdigest()
+        return digest_of(self.path(name, file))
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -251,6 +281,17 @@ class LocalTier:
         fresh = self.root / f".{link}-{uuid.uuid4().hex[:8]}"
         os.symlink(name, fresh)
         os.replace(fresh, path)
+
+
+def digest_of(path: Path) -> str:
+    """xxh3_128 of a file."""
+    state = xxhash.xxh3_128()
+    with open(path, "rb", buffering=0) as stream:
+        block = bytearray(min(HASH_BLOCK, os.fstat(stream.fileno()).st_size + 1))
+        view = memoryview(block)
+        while count := stream.readinto(block):
+            state.update(view[:count])
+    return state.hexdigest()
 
 
 def _make_durably(folder: Path) -> None:

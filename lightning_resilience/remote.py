@@ -1,0 +1,173 @@
+"""The cold tier: checkpoints behind a URL, file for file as they are on disk, the manifest last.
+
+There are no folders and no renames there, so a checkpoint's name is in its keys from the first file on, and only the
+manifest makes it one: a name without a manifest is nothing, however much lies under it.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from lightning_resilience import points
+from lightning_resilience.errors import CheckpointCorrupt, TierDenied, TierUnavailable
+from lightning_resilience.manifest import EXTENSION, MANIFEST, FileEntry, Manifest, digest
+from lightning_resilience.objects import PART, Objects, Patience, Stat, open_objects
+from lightning_resilience.tiers import digest_of
+
+
+class RemoteTier:
+    """Checkpoints behind a URL.
+
+    Args:
+        url: of the folder that holds them, e.g. ``s3://bucket/run7``.
+        options: ``storage_options`` for it.
+        patience: how long to try again what may go away by itself.
+
+    Raises:
+        SetupError: the URL cannot be one, or a package is missing for it.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None, patience: Patience | None = None) -> None:
+        self.objects: Objects = open_objects(url, options)
+        self.patience = patience or Patience()
+
+    def __repr__(self) -> str:
+        return f"RemoteTier({self.objects.url!r})"
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def where(self, name: str = "", file: str = "") -> str:
+        """URL of the tier, of a checkpoint or of one of its files."""
+        return "/".join(filter(None, (self.objects.url, name, file)))
+
+    def names(self) -> list[str]:
+        """Names of what may be checkpoints."""
+        return sorted(name for name in self.patience(self.objects.folders) if name.endswith(EXTENSION))
+
+    def leftovers(self) -> list[str]:
+        """None: what is unfinished has the name that it will have."""
+        return []
+
+    def exists(self, name: str) -> bool:
+        """Whether there is any file of a checkpoint."""
+        return bool(self.files(name))
+
+    def files(self, name: str) -> dict[str, int]:
+        """Size of each file of a checkpoint, committed or not."""
+        prefix = f"{name}/"
+        return {key.removeprefix(prefix): size for key, size in self.patience(lambda: [*self.objects.entries(prefix)])}
+
+    def read(self, name: str, file: str) -> bytes:
+        """Content of a small file; FileNotFoundError where it is not there."""
+        return self.patience(lambda: self.objects.get(f"{name}/{file}"))
+
+    def size(self, name: str, file: str) -> int | None:
+        """Bytes of a file, or None where it is not there."""
+        found = self.patience(lambda: self.objects.stat(f"{name}/{file}"))
+        return found.size if found is not None else None
+
+    def digest(self, name: str, file: str) -> str:
+        """xxh3_128 of a file, read through once."""
+        state = xxhash.xxh3_128()
+        size = self.size(name, file) or 0
+        for start in range(0, size, PART):
+            stop = min(start + PART, size)
+            state.update(self.patience(lambda a=start, b=stop: self.objects.get(f"{name}/{file}", a, b)))  # type: ignore[misc]
+        return state.hexdigest()
+
+    def fetch(self, name: str, entry: FileEntry, target: Path) -> None:
+        """Copy a file to a local path, several ranges at once, and make it survive power loss.
+
+        Raises:
+            CheckpointCorrupt: it is not what its manifest says.
+        """
+        with open(target, "wb") as stream:
+            fd = stream.fileno()
+
+            def write(start: int, piece: bytes) -> None:
+                view = memoryview(piece)
+                while view:
+                    count = os.pwrite(fd, view, start)
+                    view, start = view[count:], start + count
+
+            self.patience(lambda: self.objects.fetch(f"{name}/{entry.path}", entry.size, write))
+            os.fsync(fd)
+        if digest_of(target) != entry.xxh3_128:
+            raise CheckpointCorrupt(
+                f"{self.where(name, entry.path)} has other content than was saved.",
+                problems=(f"{entry.path}: digest differs in {self.where()}",),
+            )
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def probe(self) -> None:
+        """Write, read and delete a small object.
+
+        Raises:
+            TierDenied: one of the three is not allowed, or there is no such bucket.
+            TierUnavailable: the store does not answer.
+        """
+        key, content = f".probe-{uuid.uuid4().hex}", b"lightning_resilience may write here"
+        try:
+            self.patience(lambda: self.objects.put(key, _from_memory(content), len(content), digest(content)))
+            if self.patience(lambda: self.objects.get(key)) != content:
+                raise TierUnavailable(f"{self.where()} gives back other content than was put there.")
+            self.patience(lambda: self.objects.delete([key]))
+        except FileNotFoundError as error:
+            raise TierDenied(f"{self.where()} does not have what was put there: {error}") from error
+
+    def send(self, name: str, entry: FileEntry, source: Path) -> int:
+        """Copy a local file there, unless it is there already; the number of bytes that had to be sent.
+
+        Raises:
+            CheckpointCorrupt: the local file is not what its manifest says.
+            FileNotFoundError: it is gone.
+        """
+        key = f"{name}/{entry.path}"
+        if self.patience(lambda: self.objects.stat(key)) == Stat(entry.size, entry.xxh3_128):
+            return 0
+        points.reach("replicate.file")
+        fd = os.open(source, os.O_RDONLY)
+        try:
+            self.patience(
+                lambda: self.objects.put(
+                    key, lambda start, length: os.pread(fd, length, start), entry.size, entry.xxh3_128
+                )
+            )
+        finally:
+            os.close(fd)
+        return entry.size
+
+    def seal(self, name: str, manifest: Manifest) -> None:
+        """Make a checkpoint of files that are there: check that all are, then write the manifest.
+
+        Raises:
+            TierUnavailable: a file is missing, or has another size.
+        """
+        there = self.files(name)
+        wrong = [entry.path for entry in manifest if entry.at is None and there.get(entry.path) != entry.size]
+        if wrong:
+            raise TierUnavailable(f"{self.where(name)} lacks {', '.join(wrong[:5])}.")
+        content = manifest.to_bytes()
+        points.reach("replicate.manifest")
+        self.patience(
+            lambda: self.objects.put(f"{name}/{MANIFEST}", _from_memory(content), len(content), digest(content))
+        )
+        points.reach("replicate.end")
+
+    def remove(self, name: str) -> None:
+        """Delete a checkpoint, its manifest first."""
+        self.patience(lambda: self.objects.delete([f"{name}/{MANIFEST}"]))
+        points.reach("forget.remote")
+        files = [f"{name}/{file}" for file in self.files(name)]
+        self.patience(lambda: self.objects.delete(files))
+
+
+def _from_memory(content: bytes) -> Any:
+    return lambda start, length: content[start : start + length]
