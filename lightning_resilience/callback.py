@@ -333,7 +333,7 @@ class ResilientCheckpoint(ModelCheckpoint):
             session.ranks, folder, cold, self.remote_keep, self.ranking, timeout=self.save_timeout
         )
         session.engine.count_from(replicator.known_cold())
-        session.engine.protect(folder, replicator.pending)
+        session.engine.protect(folder, replicator.protected)
 
     def _agree_on_folder(self, trainer: Trainer, session: Session) -> str:
         """The folder: rank 0's, so that loggers that number their runs do not split it; or each rank's own if that

@@ -109,6 +109,7 @@ class Replicator:
         self._stop = threading.Event()
         self.tier.patience.stop = self._stop
         self._failures = 0
+        self._current: str | None = None
         found = ranks.gathered(self._take_over)
         raise_first(found)
         self._known.cold = dict(found[0])  # type: ignore[arg-type]  # rank 0's is a dict
@@ -146,6 +147,11 @@ class Replicator:
             missing = {name: manifest for name, manifest in hot.items() if not _same(cold.get(name), manifest)}
             verdicts = judge({**cold, **missing}, self._keep, self._ranking)
         return {verdict.name for verdict in verdicts if verdict.keep and verdict.name in missing}
+
+    def protected(self) -> set[str]:
+        """Names whose hot copy must stay: what is on its way, and what is being sent although newer ones have made it
+        redundant, because otherwise a slow cold tier would never get any."""
+        return {*self.pending(), *filter(None, [self._current])}
 
     def poll(self) -> list[Replicated]:
         """The checkpoints that the cold tier has got since the last call."""
@@ -201,7 +207,7 @@ class Replicator:
     def _lead(self, board: Board) -> None:
         number = 0
         while not self._stop.is_set():
-            name = self._next()
+            name = self._current = self._next()
             if name is None and self._closing:
                 break
             if name is None:
@@ -214,6 +220,9 @@ class Replicator:
             board.put_once(self._key(number), (name, manifest, self._failures == 0))
             done = self._copy(board, number, name, manifest)
             board.put_once(self._key(number, "end"), done)
+            if not isinstance(done, Replicated) and name not in self.pending():
+                self._drop(name)
+                continue
             self._take_note(name, done)
             board.forget(*(self._key(number - 1, what) for what in ("", "end", *range(self._ranks.world_size))))
             if not isinstance(done, Replicated):
@@ -243,6 +252,11 @@ class Replicator:
         sent = sum(answer for answer in answers if isinstance(answer, int))
         return Replicated(self.tier.where(name), manifest, sent, now - begin, lag)
 
+    def _drop(self, name: str) -> None:
+        """Take away what was sent of a checkpoint that newer ones have made redundant meanwhile."""
+        with suppress(ResilienceError, OSError):
+            self.tier.remove(name)
+
     def _follow(self, board: Board) -> None:
         number = 0
         while not self._stop.is_set():
@@ -251,6 +265,7 @@ class Replicator:
             if task is None:
                 return
             name, manifest, owners_only = task
+            self._current = name
             board.put_once(self._key(number, self._ranks.rank), self._send_mine(name, manifest, owners_only))
             done = self._wait(board, self._key(number, "end"))
             if done is None:

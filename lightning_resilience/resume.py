@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -187,8 +186,8 @@ def verify_together(ranks: Ranks, folder: Folder, name: str, there: Manifest | N
         _fetch(ranks, folder, name, [entry for entry in manifest if entry.path in lost])
     for file in sorted(lacking.keys() - lost.keys()):
         _copy(ranks, folder, name, manifest.file(file), holding[file], lacking[file])
-    if len(good) < ranks.world_size and ranks.rank == folder.sharing[0]:
-        _write_missing_manifest(tier, name, manifest)
+    if isinstance(manifests[ranks.rank], BaseException) and ranks.rank == folder.sharing[0]:
+        _put_manifest(tier, name, manifest)
     return Source(tier, name, manifest, fetched=sum(entry.size for entry in manifest if entry.path in lost))
 
 
@@ -246,10 +245,12 @@ def _take_in(tier: LocalTier, holder: str, entry: FileEntry, sink: Path | None) 
     tier.sync(holder)
 
 
-def _write_missing_manifest(tier: LocalTier, name: str, manifest: Manifest) -> None:
-    with suppress(FileExistsError):
-        tier.write(name, MANIFEST, manifest.to_bytes())
-        tier.sync(name)
+def _put_manifest(tier: LocalTier, name: str, manifest: Manifest) -> None:
+    """Put a manifest where there is none, or a damaged one."""
+    fresh = f".{MANIFEST}.{os.getpid()}"
+    tier.write(name, fresh, manifest.to_bytes())
+    os.replace(tier.path(name, fresh), tier.path(name, MANIFEST))
+    tier.sync(name)
 
 
 def open_explicit(ranks: Ranks, path: Path, folder: Folder | None = None) -> Source:

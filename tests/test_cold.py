@@ -1,0 +1,337 @@
+"""The cold tier: what is there survives the machine, and what is not there yet is not given up here."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+
+from forks import run_forks, start_forks
+from lightning_resilience import EverySteps, Keep, ResilientCheckpoint, SetupError, TierDenied, TierUnavailable, store
+from lightning_resilience.manifest import MANIFEST, Manifest
+from lightning_resilience.objects import FsspecObjects
+from lightning_resilience.remote import RemoteTier
+from lightning_resilience.replication import Replicated
+from lightning_resilience.tiers import LocalTier
+from probes import at, die
+from support import TinyModel, committed, data, make_trainer, settle, strategy
+
+
+def url(root: Path) -> str:
+    return f"file://{root}/cold"
+
+
+def cold(root: Path) -> dict[str, Manifest]:
+    """What a fresh machine finds in the cold tier, each checked byte by byte."""
+    tier = RemoteTier(url(root))
+    found = store.list_checkpoints(tier).committed
+    for name, manifest in found.items():
+        assert store.verify(tier, name, manifest) == []
+    return found
+
+
+def steps(manifests: dict[str, Manifest]) -> list[int]:
+    return sorted(manifest.step for manifest in manifests.values())
+
+
+def fit(
+    root: Path, *callbacks: L.Callback, last: int = 8, every: int = 2, hot: str = "hot", **kwargs: Any
+) -> TinyModel:
+    """Train up to step ``last`` with a cold tier, going on from what is there."""
+    model = TinyModel()
+    kwargs.setdefault("remote", url(root))
+    trainer_arguments = {name: kwargs.pop(name) for name in ("strategy", "devices") if name in kwargs}
+    callback = kwargs.pop("callback", ResilientCheckpoint)
+    checkpoint = callback(dirpath=root / hot, schedule=EverySteps(every), **kwargs)
+    trainer = make_trainer(root, *callbacks, settle(), checkpoint, max_steps=last, max_epochs=-1, **trainer_arguments)
+    trainer.fit(model, data(64), ckpt_path="last")
+    return model
+
+
+# -- from and to ------------------------------------------------------------------------------------------------------
+
+
+def test_run_goes_on_from_the_cold_tier_when_the_folder_is_gone(tmp_path: Path) -> None:
+    whole = fit(tmp_path / "whole", last=12, remote=None)
+    fit(tmp_path)
+    shutil.rmtree(tmp_path / "hot")
+    model = fit(tmp_path, last=12)
+    assert model.history == whole.history[8:]
+    assert steps(cold(tmp_path))[-1] == 12
+
+
+def test_what_is_copied_is_what_was_saved_file_for_file(tmp_path: Path) -> None:
+    fit(tmp_path)
+    hot = LocalTier(tmp_path / "hot")
+    for name in cold(tmp_path):
+        here, there = (
+            {path.name: path.read_bytes() for path in folder.iterdir()}
+            for folder in (hot.path(name), tmp_path / "cold" / name)
+        )
+        assert here == there
+    assert steps(cold(tmp_path)) == [4, 6, 8]
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "meta.pt", ".metadata", "rank_00000.pt", MANIFEST])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
+def test_damaged_file_is_read_from_the_cold_tier_and_healed(tmp_path: Path, file: str, damage: str) -> None:
+    fit(tmp_path)
+    path = tmp_path / "hot" / "epoch=0-step=8.ckpt" / file
+    content = path.read_bytes()
+    path.unlink()
+    if damage != "delete":
+        path.write_bytes(content[: len(content) // 2] if damage == "truncate" else content[:-9] + b"X" + content[-8:])
+    model = fit(tmp_path, last=10)
+    assert model.history[0][0] == 8
+    assert path.read_bytes() == content
+
+
+def test_what_the_cold_tier_has_damaged_is_not_taken_and_the_one_before_it_is(tmp_path: Path) -> None:
+    fit(tmp_path)
+    shutil.rmtree(tmp_path / "hot")
+    path = tmp_path / "cold" / "epoch=0-step=8.ckpt" / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-9] + b"X" + path.read_bytes()[-8:])
+    model = fit(tmp_path, last=10)
+    assert model.history[0][0] == 6
+
+
+def test_name_without_its_manifest_is_nothing_however_much_lies_under_it(tmp_path: Path) -> None:
+    fit(tmp_path)
+    shutil.rmtree(tmp_path / "hot")
+    (tmp_path / "cold" / "epoch=0-step=8.ckpt" / MANIFEST).unlink()
+    model = fit(tmp_path, last=10)
+    assert model.history[0][0] == 6
+
+
+def test_evaluation_finds_the_checkpoint_in_the_cold_tier(tmp_path: Path) -> None:
+    fit(tmp_path)
+    shutil.rmtree(tmp_path / "hot")
+    callback = ResilientCheckpoint(dirpath=tmp_path / "hot", remote=url(tmp_path))
+    [result] = make_trainer(tmp_path, callback).validate(TinyModel(), data(8), ckpt_path="last")
+    assert result["val_loss"] > 0
+
+
+# -- several ranks ----------------------------------------------------------------------------------------------------
+
+
+def on_ranks(root: Path, name: str, last: int, local: bool) -> list[tuple[int, float]]:
+    """One life on this rank; ``local``: a folder for each rank, as if each was a machine."""
+    rank = os.environ["RANK"]
+    ranks = int(os.environ["WORLD_SIZE"])
+    hot = f"hot-{rank}" if local else "hot"
+    if local:
+        os.environ["HOT"] = str(root / hot)
+    kwargs: dict[str, Any] = {"strategy": strategy(name, ranks), "devices": ranks}
+    model = TinyModel()
+    checkpoint = ResilientCheckpoint(
+        dirpath="$HOT" if local else root / "hot", schedule=EverySteps(2), remote=url(root)
+    )
+    trainer = make_trainer(root, settle(), checkpoint, max_steps=last, max_epochs=-1, **kwargs)
+    trainer.fit(model, data(64), ckpt_path="last")
+    return model.history
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("lost", "local"), [(["hot-1"], True), (["hot-0"], True), (["hot-0", "hot-1"], True), (["hot"], False)]
+)
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_lost_folders_come_back_from_the_cold_tier(tmp_path: Path, name: str, lost: list[str], local: bool) -> None:
+    run_forks(on_ranks, tmp_path, name, 4, local)
+    assert steps(cold(tmp_path)) == [2, 4]
+    for folder in lost:
+        shutil.rmtree(tmp_path / folder)
+    histories = run_forks(on_ranks, tmp_path, name, 8, local)
+    assert [history[0][0] for history in histories] == [4, 4]
+    assert steps(cold(tmp_path))[-1] == 8
+    for folder in lost:
+        listing = store.list_checkpoints(LocalTier(tmp_path / folder))
+        assert listing.committed[listing.newest_first()[0]].step == 8
+
+
+# -- what is kept where -----------------------------------------------------------------------------------------------
+
+
+def test_each_tier_has_its_own_rule(tmp_path: Path) -> None:
+    fit(tmp_path, last=16, keep=Keep(last=1), remote_keep=Keep(last=2, milestones=6))
+    assert [manifest.step for manifest in committed(tmp_path / "hot")] == [16]
+    assert steps(cold(tmp_path)) == [6, 12, 14, 16]
+
+
+def test_source_of_the_resume_stays_in_the_cold_tier_until_a_newer_one_is_there(tmp_path: Path) -> None:
+    fit(tmp_path, keep=Keep(last=1))
+    shutil.rmtree(tmp_path / "hot")
+    assert steps(cold(tmp_path)) == [8]
+    seen = []
+
+    class Watching(ResilientCheckpoint):
+        def on_checkpoint_replicated(self, trainer: Any, pl_module: Any, checkpoint: Replicated) -> None:
+            seen.append(steps(cold(tmp_path)))
+
+    fit(tmp_path, last=12, keep=Keep(last=1), callback=Watching)
+    assert all(8 in found for found in seen)
+    assert seen[-1][-1] == 12
+
+
+@contextmanager
+def broken(times: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Let the first so many writes to the cold tier fail after the probe; gives the keys that were asked for."""
+    put, asked = FsspecObjects.put, []
+
+    def failing(self: FsspecObjects, key: str, *args: Any) -> None:
+        if not key.startswith(".probe"):
+            asked.append(key)
+            if len(asked) <= times:
+                raise error
+        put(self, key, *args)
+
+    monkeypatch.setattr(FsspecObjects, "put", failing)
+    monkeypatch.setattr("lightning_resilience.replication.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("lightning_resilience.objects.Patience.pause", lambda self, seconds: False)
+    yield asked
+
+
+def test_outage_is_told_once_and_what_is_on_its_way_stays_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rules = {"keep": Keep(last=1), "remote_keep": Keep(last=3)}
+    with monkeypatch.context() as patch, broken(10**6, TierUnavailable("the bucket is down"), patch):
+        fit(tmp_path, last=16, **rules)
+    assert caplog.text.count("outcome=failed") == 1
+    assert "the bucket is down" in caplog.text
+    assert [manifest.step for manifest in committed(tmp_path / "hot")][-3:] == [12, 14, 16]
+    assert cold(tmp_path) == {}
+    assert fit(tmp_path, last=16, **rules).history == []  # the run is over; what was on its way goes on
+    assert steps(cold(tmp_path)) == [12, 14, 16]
+
+
+def test_end_of_an_outage_is_told_and_everything_catches_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with broken(6, TierUnavailable("the bucket is down"), monkeypatch):
+        fit(tmp_path, last=16)
+    assert caplog.text.count("outcome=failed") == 1
+    assert caplog.text.count("outcome=back") == 1
+    assert steps(cold(tmp_path)) == [12, 14, 16]
+
+
+class Blocked(ResilientCheckpoint):
+    """Knows what is in the folder while the cold tier stands still."""
+
+    release = threading.Event()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
+        self.there = [manifest.step for manifest in committed(Path(str(self.dirpath)))]
+        assert self._replicator is not None
+        self.lag = self._replicator.lag
+        self.release.set()
+
+
+def test_cold_tier_that_stands_still_delays_nothing_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, order = FsspecObjects.put, []
+    Blocked.release.clear()
+
+    def blocked(self: FsspecObjects, key: str, *args: Any) -> None:
+        if not key.startswith(".probe"):
+            Blocked.release.wait(60)
+            if key.endswith(MANIFEST):
+                order.append(key)
+        put(self, key, *args)
+
+    monkeypatch.setattr(FsspecObjects, "put", blocked)
+    kept: list[Blocked] = []
+
+    def callback(**kwargs: Any) -> Blocked:
+        kept.append(Blocked(**kwargs))
+        return kept[0]
+
+    fit(tmp_path, last=16, keep=Keep(last=1), remote_keep=Keep(last=3), callback=callback)
+    assert kept[0].there[-3:] == [12, 14, 16]  # the newest three are wanted there, so they stay here
+    assert kept[0].lag > 0
+    assert [int(key.split("step=")[1].split(".")[0]) for key in order] == sorted(
+        int(key.split("step=")[1].split(".")[0]) for key in order
+    )
+    assert steps(cold(tmp_path)) == [12, 14, 16]
+
+
+# -- kills ------------------------------------------------------------------------------------------------------------
+
+
+def killed_while_copying(root: Path, point: str, nth: int) -> None:
+    at(point, die, nth=nth)
+    fit(root)
+
+
+@pytest.mark.parametrize(
+    ("point", "nth"), [("replicate.file", 3), ("replicate.manifest", 2), ("replicate.end", 2), ("forget.remote", 1)]
+)
+def test_kill_at_any_moment_of_a_copy_leaves_only_whole_checkpoints_and_the_next_start_goes_on(
+    tmp_path: Path, point: str, nth: int
+) -> None:
+    with start_forks(killed_while_copying, tmp_path, point, nth, world_size=1) as ranks:
+        assert ranks.wait() == [-9]
+    before = steps(cold(tmp_path))
+    fit(tmp_path)
+    after = steps(cold(tmp_path))
+    assert after[-3:] == [4, 6, 8]
+    assert max(before, default=0) <= 8
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"remote": "/no/url"}, "remote='/no/url' is not a URL"),
+        ({"remote": "nosuch://bucket"}, "nosuch"),
+        ({"remote": "s3://"}, "names no bucket"),
+        ({"storage_options": {"key": "k"}}, "storage_options= is for a cold tier"),
+        ({"remote_keep": Keep()}, "remote_keep= is for a cold tier"),
+        ({"remote": "memory://x", "remote_keep": 3}, "remote_keep=3 is not a retention rule"),
+        ({"remote": "memory://x", "storage_options": "secret"}, "storage_options of type str: a dict is wanted"),
+    ],
+)
+def test_arguments_that_cannot_be_meant_are_refused(kwargs: dict[str, Any], match: str) -> None:
+    with pytest.raises(SetupError, match=match) as caught:
+        ResilientCheckpoint(**kwargs)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [TierDenied("not yours"), TierUnavailable("not there")])
+def test_cold_tier_that_cannot_be_written_stops_the_run_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def put(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(FsspecObjects, "put", put)
+    monkeypatch.setattr("lightning_resilience.objects.Patience.pause", lambda self, seconds: False)
+    with pytest.raises(type(error), match=str(error)):
+        fit(tmp_path)
+
+
+def test_nothing_ever_syncs_the_whole_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sync() -> None:
+        raise AssertionError("os.sync was called")
+
+    monkeypatch.setattr(os, "sync", sync)
+    fit(tmp_path)
+    shutil.rmtree(tmp_path / "hot")
+    assert fit(tmp_path, last=10).history[0][0] == 8
+
+
+def test_memory_of_fsspec_works_as_a_cold_tier(tmp_path: Path) -> None:
+    fit(tmp_path, remote="memory://test-cold")
+    shutil.rmtree(tmp_path / "hot")
+    assert fit(tmp_path, last=10, remote="memory://test-cold").history[0][0] == 8
