@@ -7,9 +7,7 @@ import os
 from collections.abc import Mapping
 from datetime import timedelta
 
-import fsspec
 import torch
-from fsspec.utils import get_protocol
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_resilience.errors import SetupError
@@ -53,16 +51,8 @@ def check_dirpath(dirpath: str | os.PathLike[str] | None) -> str | None:
     if not isinstance(dirpath, (str, os.PathLike)) or not os.fspath(dirpath):
         raise SetupError(f"dirpath={dirpath!r} is not a path.", hint="Give dirpath= a folder.")
     text = os.fspath(dirpath)
-    protocol = get_protocol(text)
-    if protocol not in ("file", "local"):
-        try:
-            fsspec.get_filesystem_class(protocol)
-        except (ImportError, ValueError) as error:
-            raise SetupError(
-                f"dirpath={text!r} needs a package that is not installed: {error}.",
-                hint="pip install 'lightning_resilience[s3]'" if protocol in ("s3", "s3a") else "",
-            ) from error
-        raise SetupError(f"dirpath={text!r} is not on a local or shared file system.", hint="Give dirpath= a folder.")
+    if "://" in text and not text.startswith("file://"):
+        return text.rstrip("/")
     path = str(local_path(text))
     if "$" in path:
         return path
@@ -71,18 +61,24 @@ def check_dirpath(dirpath: str | os.PathLike[str] | None) -> str | None:
     return os.path.realpath(path)
 
 
-def check_remote(remote: object, options: object, keep: object) -> None:
-    """Raise SetupError unless a cold tier can be behind ``remote``; nothing is asked of it yet."""
-    if remote is None:
-        for name, value in (("storage_options", options), ("remote_keep", keep)):
-            if value is not None:
-                raise SetupError(f"{name}= is for a cold tier, and there is none.", hint="Give remote='s3://…' too.")
-        return
-    if not isinstance(remote, str) or "://" not in remote:
-        raise SetupError(f"remote={remote!r} is not a URL.", hint="Use 's3://bucket/folder' or 'file:///path'.")
+def check_remote(remote: object, options: object, keep: object, dirpath: str | None) -> None:
+    """Raise SetupError unless there can be a tier behind each URL; nothing is asked of it yet."""
+    is_url = dirpath is not None and "://" in dirpath
     if options is not None and not isinstance(options, Mapping):
         raise SetupError(f"storage_options of type {type(options).__name__}: a dict is wanted.")
-    open_objects(remote, options)
+    if remote is None:
+        for name, value in (("storage_options", None if is_url else options), ("remote_keep", keep)):
+            if value is not None:
+                raise SetupError(f"{name}= is for a cold tier, and there is none.", hint="Give remote='s3://…' too.")
+    elif not isinstance(remote, str) or "://" not in remote:
+        raise SetupError(f"remote={remote!r} is not a URL.", hint="Use 's3://bucket/folder' or 'file:///path'.")
+    elif is_url:
+        raise SetupError(
+            f"dirpath={dirpath!r} is a URL already, and remote={remote!r} is another.",
+            hint="Give dirpath= a local folder, or leave out remote=.",
+        )
+    for url in filter(None, (remote, dirpath if is_url else None)):
+        open_objects(str(url), options)
 
 
 def check_filename(filename: str | None, callback: type[ModelCheckpoint]) -> None:

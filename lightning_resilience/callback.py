@@ -69,7 +69,7 @@ class ResilientCheckpoint(ModelCheckpoint):
 
     Args:
         dirpath: folder of the checkpoints, node-local or shared; as in ModelCheckpoint if not given.  Environment
-            variables are expanded on each rank.
+            variables are expanded on each rank.  A URL saves straight to an object store, without a local folder.
         filename: template for names, as in ModelCheckpoint.
         monitor: metric that ranks checkpoints.
         verbose: print each checkpoint's path and reason.
@@ -190,7 +190,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         self.exact_data = exact_data
         self.restore_optimizers = restore_optimizers
         self.keep = self._the_keep(keep)
-        check_remote(remote, storage_options, remote_keep)
+        check_remote(remote, storage_options, remote_keep, self._given_dirpath)
         self.remote = remote
         self._storage_options = storage_options
         self.remote_keep = self._the_keep(remote_keep) if remote_keep is not None else self.keep
@@ -258,10 +258,9 @@ class ResilientCheckpoint(ModelCheckpoint):
         """Path of the best checkpoint (the newest, without ``monitor``); ``""`` where there is none.  A process that
         has not trained yet finds it in ``dirpath``."""
         if not self._best_model_path and self._folder is None and self._given_dirpath is not None:
-            tier = LocalTier(self._expanded_dirpath() or "")
-            committed = list_checkpoints(tier).committed
-            best = self._best_first(committed)
-            return str(tier.path(best[0])) if best else ""
+            tier = self._tier(self._expanded_dirpath() or "")
+            best = self._best_first(list_checkpoints(tier).committed)
+            return tier.where(best[0]) if best else ""
         return self._best_model_path
 
     @best_model_path.setter
@@ -303,29 +302,35 @@ class ResilientCheckpoint(ModelCheckpoint):
         self.dirpath = self._agree_on_folder(trainer, session)
         if stage != "fit" and not last_is_wanted:
             return
-        root = Path(self.dirpath).absolute()
+        tier = self._tier(self.dirpath)
         cold = RemoteTier(self.remote, self._storage_options) if self.remote is not None else None
-        if stage != "fit":
-            session.resume_last.append((session.look_into(root, cold), self._sibling_folders(root)))
-            return
-        if root in session.folders:
+        if stage == "fit":
+            self._open(session, tier, cold)
+        if last_is_wanted:
+            siblings = self._sibling_folders(tier.root) if isinstance(tier, LocalTier) else []
+            session.resume_last.append((session.place(tier, cold), siblings))
+
+    def _tier(self, dirpath: str) -> LocalTier | RemoteTier:
+        """Where saves go to."""
+        return RemoteTier(dirpath, self._storage_options) if "://" in dirpath else LocalTier(dirpath)
+
+    def _open(self, session: Session, tier: LocalTier | RemoteTier, cold: RemoteTier | None) -> None:
+        """Get ready to save there."""
+        if tier.where() in session.folders:
             raise SetupError(
-                f"Two checkpoint callbacks save to {str(root)!r}, where each would remove what the other keeps.",
+                f"Two checkpoint callbacks save to {tier.where()!r}, where each would remove what the other keeps.",
                 hint="Give them different dirpath=.",
             )
         self._folder = session.folder(
-            root,
+            tier,
             keep=self.keep,
             ranking=self.ranking,
             link=f"{self.CHECKPOINT_NAME_LAST}{self.FILE_EXTENSION}" if self.save_last else None,
-            cold=cold,
         )
         self._committed = manifests_in(self._folder, session.ranks)
         session.engine.count_from(self._committed.values())
         if cold is not None:
             self._begin_replicating(session, self._folder, cold)
-        if last_is_wanted:
-            session.resume_last.append((self._folder, self._sibling_folders(root)))
 
     def _begin_replicating(self, session: Session, folder: Folder, cold: RemoteTier) -> None:
         """Go on with what a killed run left on its way, and make sure now that the cold tier can be written."""
@@ -338,6 +343,8 @@ class ResilientCheckpoint(ModelCheckpoint):
     def _agree_on_folder(self, trainer: Trainer, session: Session) -> str:
         """The folder: rank 0's, so that loggers that number their runs do not split it; or each rank's own if that
         was asked for."""
+        if self._given_dirpath is not None and "://" in self._given_dirpath:
+            return self._given_dirpath
         if self._given_dirpath is not None and "$" in self._given_dirpath:
             expanded = self._expanded_dirpath()
             assert expanded is not None
@@ -535,7 +542,7 @@ class ResilientCheckpoint(ModelCheckpoint):
 
     def _note(self, trainer: Trainer, pl_module: LightningModule, checkpoint: Committed) -> None:
         """Now that it exists: tell loggers and subclasses."""
-        self._committed[checkpoint.path.name] = checkpoint.manifest
+        self._committed[checkpoint.name] = checkpoint.manifest
         assert self._session is not None
         if self._replicator is not None:
             self._replicator.offer(self._committed, self._session.engine.in_use)
@@ -557,15 +564,15 @@ class ResilientCheckpoint(ModelCheckpoint):
         folder = self._folder
         assert folder is not None
         newest = newest_first(self._committed)[:1]
-        self.last_model_path = str(folder.tier.path(newest[0])) if newest else ""
+        self.last_model_path = folder.tier.where(newest[0]) if newest else ""
         best = self._best_first(self._committed)
-        self.best_model_path = str(folder.tier.path(best[0])) if best else ""
+        self.best_model_path = folder.tier.where(best[0]) if best else ""
         if self.ranking is not None:
             scores = {name: torch.tensor(self._committed[name].metrics[self.ranking.monitor]) for name in best}
             top = best if self.save_top_k == -1 else best[: self.save_top_k]
-            self.best_k_models = {str(folder.tier.path(name)): scores[name] for name in top}
+            self.best_k_models = {folder.tier.where(name): scores[name] for name in top}
             self.best_model_score = scores[best[0]] if best else None
-            self.kth_best_model_path = str(folder.tier.path(top[-1])) if top else ""
+            self.kth_best_model_path = folder.tier.where(top[-1]) if top else ""
 
     @staticmethod
     def _position(trainer: Trainer) -> tuple[int, int]:

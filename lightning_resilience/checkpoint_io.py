@@ -54,7 +54,7 @@ class ResilientCheckpointIO(CheckpointIO):
             self._engine = Engine(Ranks(), memory=self._memory)
         folder = self._folders.get(target.parent)
         if folder is None:
-            folder = self._folders[target.parent] = self._engine.open_folder(target.parent)
+            folder = self._folders[target.parent] = self._engine.open_folder(LocalTier(target.parent))
             self._engine.count_from(list_checkpoints(folder.tier).committed.values())
         state, rest = trainer_state.split(checkpoint)
         snapshot = Snapshot(state, frozenset(), trainer_state.dump(rest), run_state.to_bytes(run_state.capture()))

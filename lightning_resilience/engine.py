@@ -21,6 +21,7 @@ is dropped on all of them, nothing of it stays, and the checkpoints before it ar
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -107,13 +108,12 @@ class Facts:
 class Folder:
     """A tier as this rank sees it: which ranks share it, and the rule of what it keeps."""
 
-    tier: LocalTier
+    tier: LocalTier | RemoteTier
     sharing: tuple[int, ...]
     leaders: tuple[int, ...]
     keep: Keep | None = None
     ranking: Ranking | None = None
     link: str | None = None
-    cold: RemoteTier | None = None
 
 
 @dataclass
@@ -144,10 +144,15 @@ class Save:
 
 @dataclass(frozen=True)
 class Committed:
-    """A checkpoint that exists: its ``path`` and ``manifest``."""
+    """A checkpoint that exists: its ``path`` (a text with its URL where there is no folder) and ``manifest``."""
 
-    path: Path
+    path: Path | str
     manifest: Manifest
+
+    @property
+    def name(self) -> str:
+        """Last component of the path."""
+        return os.path.basename(self.path)
 
 
 @dataclass
@@ -221,12 +226,11 @@ class Engine:
 
     def open_folder(
         self,
-        root: Path,
+        tier: LocalTier | RemoteTier,
         *,
         keep: Keep | None = None,
         ranking: Ranking | None = None,
         link: str | None = None,
-        cold: RemoteTier | None = None,
     ) -> Folder:
         """For saving: check that every rank can write its folder, find out who shares it, and clear what a killed run
         left there.
@@ -234,17 +238,15 @@ class Engine:
         Raises:
             TierUnavailable, TierDenied: a rank cannot use its folder; on all ranks.
         """
-        tier = LocalTier(root)
-        sharing = self.ranks.sharing(tier)
+        if isinstance(tier, LocalTier):
+            sharing = self.ranks.sharing(tier)
+        else:
+            raise_first(self.ranks.gathered(lambda: tier.check_writable() if self.ranks.rank == 0 else None))
+            sharing = tuple(range(self.ranks.world_size))
         leaders = tuple(sorted(set(self.ranks.all_gather(sharing[0]))))
-        folder = Folder(tier, sharing, leaders, keep, ranking, link, cold)
+        folder = Folder(tier, sharing, leaders, keep, ranking, link)
         raise_first(self.ranks.gathered(lambda: self._take_over(folder)))
         return folder
-
-    def look_into(self, root: Path, cold: RemoteTier | None = None) -> Folder:
-        """For reading only: nothing in the folder is changed (but what it lacks is fetched from the cold tier), and all
-        ranks are taken to share it."""
-        return Folder(LocalTier(root), tuple(range(self.ranks.world_size)), (0,), cold=cold)
 
     def protect(self, folder: Folder, names: Callable[[], Collection[str]]) -> None:
         """Ask ``names`` before each removal from a folder what must stay there, whatever its rule says."""
@@ -257,7 +259,9 @@ class Engine:
     def _take_over(self, folder: Folder) -> None:
         if self.ranks.rank == folder.sharing[0]:
             for sentence in store.sweep(folder.tier):
-                log.warning("event=sweep folder=%s what=%r", folder.tier.root, sentence)
+                log.warning("event=sweep folder=%s what=%r", folder.tier.where(), sentence)
+            if isinstance(folder.tier, RemoteTier):
+                folder.tier.sweep_uploads()
 
     def count_from(self, manifests: Collection[Manifest]) -> None:
         """Number the saves to come after those that are there, on all ranks alike."""
@@ -498,7 +502,7 @@ class Engine:
             except BaseException as error:
                 failure, dropped = verdict.fail("stage" if job.error is not None else "persist", error)
                 if dropped and partial:
-                    _undo(tier, partial, {*job.files, MANIFEST, META, METADATA} if leads else job.files)
+                    tier.withdraw(partial, {*job.files, MANIFEST, META, METADATA} if leads else job.files)
                 if dropped and leads and name:
                     self._retract(save, name)
                 if failure is error:
@@ -508,8 +512,8 @@ class Engine:
             try:
                 tier.point(save.folder.link, name)
             except OSError as error:
-                log.warning("event=link folder=%s error=%r", tier.root, error)
-        return Committed(tier.path(name), manifest)
+                log.warning("event=link folder=%s error=%r", tier.where(), error)
+        return Committed(tier.path(name) if isinstance(tier, LocalTier) else tier.where(name), manifest)
 
     def _retract(self, save: Save, name: str) -> None:
         """Take back a checkpoint that this rank published and that was dropped all the same, for all to agree."""
@@ -570,21 +574,13 @@ class Engine:
         assert folder.keep is not None
         try:
             store.retain(folder.tier, folder.keep, folder.ranking, self.must_stay(folder), up_to=save.sequence)
-        except OSError as error:
-            log.warning("event=retain folder=%s error=%r", folder.tier.root, error)
+        except (OSError, ResilienceError) as error:
+            log.warning("event=retain folder=%s error=%r", folder.tier.where(), error)
 
 
 def _share_out_or_raise(plans: list[Any]) -> GlobalPlan:
     raise_first(plans)
     return share_out(plans)
-
-
-def _undo(tier: LocalTier, partial: str, files: Collection[str]) -> None:
-    """Take this rank's files of a dropped save away; the last rank out removes the folder."""
-    with suppress(OSError):
-        for file in files:
-            tier.path(partial, file).unlink(missing_ok=True)
-        tier.path(partial).rmdir()
 
 
 def _close(slots: list[Slot]) -> None:

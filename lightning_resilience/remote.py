@@ -6,19 +6,26 @@ manifest makes it one: a name without a manifest is nothing, however much lies u
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from lightning_resilience import points
-from lightning_resilience.errors import CheckpointCorrupt, TierDenied, TierUnavailable
-from lightning_resilience.manifest import EXTENSION, MANIFEST, FileEntry, Manifest, digest
-from lightning_resilience.objects import PART, Objects, Patience, Stat, open_objects
+from lightning_resilience.errors import CheckpointCorrupt, ResilienceError, TierDenied, TierUnavailable
+from lightning_resilience.manifest import EXTENSION, MANIFEST, PARTIAL, FileEntry, Manifest, digest
+from lightning_resilience.objects import PART, Objects, Patience, Read, Stat, open_objects
 from lightning_resilience.tiers import digest_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+log = logging.getLogger("lightning_resilience")
 
 
 class RemoteTier:
@@ -161,6 +168,56 @@ class RemoteTier:
         )
         points.reach("replicate.end")
 
+    def sweep_uploads(self) -> None:
+        """Give up the uploads that a killed process began and never ended."""
+        if count := self.patience(self.objects.sweep):
+            log.info("event=sweep tier=cold url=%s uploads=%d", self.where(), count)
+
+    # -- saving without a local folder --------------------------------------------------------------------------------
+
+    def check_writable(self) -> None:
+        """See ``probe``."""
+        self.probe()
+
+    def begin(self, name: str) -> None:
+        """Nothing: there are no folders."""
+
+    def hold(self, name: str) -> AbstractContextManager[None]:
+        """Nothing: there are no locks."""
+        return nullcontext()
+
+    def is_held(self, name: str) -> bool:
+        """Never known here."""
+        return False
+
+    def write(self, name: str, file: str, data: Buffer, rank: int = 0) -> FileEntry:
+        """Put a file of a checkpoint that is being saved, under the name that it will have."""
+        points.reach("persist.file")
+        view = memoryview(data).cast("B")
+        entry = FileEntry(path=file, size=len(view), xxh3_128=digest(view), rank=rank)
+        key = f"{name.partition(PARTIAL)[0]}/{file}"
+        self.patience(lambda: self.objects.put(key, _from_memory(view), entry.size, entry.xxh3_128))
+        return entry
+
+    def sync(self, name: str = "") -> None:
+        """Nothing: what was put lasts."""
+
+    def publish(self, partial: str, name: str, *, replace: bool = False) -> None:
+        """Nothing: with its manifest the checkpoint is there."""
+
+    def withdraw(self, partial: str, files: Collection[str]) -> None:
+        """Take files of a dropped save away, the manifest first."""
+        name = partial.partition(PARTIAL)[0]
+        with suppress(ResilienceError, OSError):
+            self.objects.delete([f"{name}/{file}" for file in sorted(files, key=lambda file: file != MANIFEST)])
+
+    def discard(self, name: str) -> None:
+        """See ``remove``."""
+        self.remove(name)
+
+    def point(self, link: str, name: str) -> None:
+        """Nothing: there are no links."""
+
     def remove(self, name: str) -> None:
         """Delete a checkpoint, its manifest first."""
         self.patience(lambda: self.objects.delete([f"{name}/{MANIFEST}"]))
@@ -169,5 +226,5 @@ class RemoteTier:
         self.patience(lambda: self.objects.delete(files))
 
 
-def _from_memory(content: bytes) -> Any:
-    return lambda start, length: content[start : start + length]
+def _from_memory(content: bytes | memoryview) -> Read:
+    return lambda start, length: bytes(content[start : start + length])

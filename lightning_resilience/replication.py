@@ -36,6 +36,7 @@ from lightning_resilience.manifest import Manifest
 from lightning_resilience.ranks import Board, Ranks, raise_first
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.retention import Keep, Ranking, judge
+from lightning_resilience.tiers import LocalTier
 
 log = logging.getLogger("lightning_resilience")
 
@@ -120,8 +121,7 @@ class Replicator:
         if self._ranks.rank:
             return None
         self.tier.probe()
-        if count := self.tier.patience(self.tier.objects.sweep):
-            log.info("event=sweep tier=cold url=%s uploads=%d", self.tier.where(), count)
+        self.tier.sweep_uploads()
         return store.list_checkpoints(self.tier).committed
 
     # -- the training thread ------------------------------------------------------------------------------------------
@@ -281,6 +281,7 @@ class Replicator:
     def _send_mine(self, name: str, manifest: Manifest, owners_only: bool) -> int | str:
         """Send the files that are this rank's to send; their bytes, or why not."""
         tier, sharing, rank = self._folder.tier, self._folder.sharing, self._ranks.rank
+        assert isinstance(tier, LocalTier)
         sent = 0
         try:
             for index, entry in enumerate(manifest):

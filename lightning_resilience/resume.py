@@ -14,13 +14,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_resilience import store
-from lightning_resilience.engine import Engine, Folder
 from lightning_resilience.errors import CheckpointCorrupt, CheckpointNotFound, ResilienceError
 from lightning_resilience.manifest import HEALTHY, MANIFEST, WEIGHTS_ONLY, FileEntry, Manifest
 from lightning_resilience.ranks import Ranks, attempt, raise_first
+from lightning_resilience.remote import RemoteTier
 from lightning_resilience.tiers import LocalTier
 
 log = logging.getLogger("lightning_resilience")
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where checkpoints are looked for: a local folder, which ranks share it, and the cold tier behind it."""
+
+    tier: LocalTier
+    sharing: tuple[int, ...]
+    cold: RemoteTier | None = None
+
+    @classmethod
+    def shared(cls, ranks: Ranks, tier: LocalTier, cold: RemoteTier | None = None) -> Place:
+        """A folder that all ranks are taken to share."""
+        return cls(tier, tuple(range(ranks.world_size)), cold)
 
 
 @dataclass(frozen=True)
@@ -63,25 +77,25 @@ class Search:
         return "; ".join(f"{Path(path).name}: {why}" for path, why in self.skipped.items())
 
 
-def find_last(engine: Engine, folders: Sequence[Folder]) -> Search:
-    """The newest healthy checkpoint in ``folders``, or in the cold tiers behind them, that all ranks together can
+def find_last(ranks: Ranks, places: Sequence[Place]) -> Search:
+    """The newest healthy checkpoint in ``places``, or in the cold tiers behind them, that all ranks together can
     restore.  Collective.
 
     Raises:
         TierUnavailable, TierDenied: a cold tier does not answer, and without it there is nothing to resume.
     """
-    search, ranks = Search(), engine.ranks
+    search = Search()
     candidates: list[tuple[tuple[int, int], int, str, Manifest | None]] = []
     silent: list[ResilienceError] = []
-    for index, folder in enumerate(folders):
-        listings = ranks.gathered(lambda folder=folder: _what_is_there(folder.tier))  # type: ignore[misc]
+    for index, place in enumerate(places):
+        listings = ranks.gathered(lambda place=place: _what_is_there(place.tier))  # type: ignore[misc]
         raise_first(listings)
         found: dict[str, _Finding] = {}
         for listing in reversed(listings):
             assert isinstance(listing, dict)
             found |= {name: what for name, what in listing.items() if not isinstance(found.get(name), tuple)}
             found |= {name: what for name, what in listing.items() if isinstance(what, tuple)}
-        cold = _what_is_cold(ranks, folder)
+        cold = _what_is_cold(ranks, place)
         if isinstance(cold, ResilienceError):
             silent.append(cold)
             cold = {}
@@ -92,14 +106,14 @@ def find_last(engine: Engine, folders: Sequence[Folder]) -> Search:
             elif there is not None:
                 candidates.append((there.order, index, name, there))
             elif here is not None:
-                search.skip(folder.tier.path(name), here, aloud=ranks.rank == 0)
+                search.skip(place.tier.path(name), here, aloud=ranks.rank == 0)
     for _, index, name, there in sorted(candidates, key=lambda one: one[:3], reverse=True):
-        folder = folders[index]
+        place = places[index]
         try:
-            search.source = verify_together(ranks, folder, name, there)
+            search.source = verify_together(ranks, place, name, there)
             return search
         except ResilienceError as error:
-            search.skip(folder.tier.path(name), error, aloud=ranks.rank == 0)
+            search.skip(place.tier.path(name), error, aloud=ranks.rank == 0)
     if silent:
         raise silent[0]
     return search
@@ -126,9 +140,9 @@ def _why_not(manifest: Manifest) -> str | None:
     return None if manifest.health == HEALTHY else f"it is {manifest.health}"
 
 
-def _what_is_cold(ranks: Ranks, folder: Folder) -> dict[str, Manifest] | ResilienceError:
-    """What the cold tier behind a folder has to resume from, as rank 0 sees it; or that it does not answer."""
-    cold = folder.cold
+def _what_is_cold(ranks: Ranks, place: Place) -> dict[str, Manifest] | ResilienceError:
+    """What the cold tier behind a place has to resume from, as rank 0 sees it; or that it does not answer."""
+    cold = place.cold
     if cold is None:
         return {}
     listing = ranks.broadcast(attempt(lambda: store.list_checkpoints(cold)) if ranks.rank == 0 else None)
@@ -142,13 +156,13 @@ def _what_is_cold(ranks: Ranks, folder: Folder) -> dict[str, Manifest] | Resilie
     return {name: manifest for name, manifest in listing.committed.items() if _why_not(manifest) is None}
 
 
-def verify_together(ranks: Ranks, folder: Folder, name: str, there: Manifest | None = None) -> Source:
+def verify_together(ranks: Ranks, place: Place, name: str, there: Manifest | None = None) -> Source:
     """Check every byte of a checkpoint, each file by one rank of each folder, and make it whole on every folder, with
     the bytes of another folder or of the cold tier.  Collective.
 
     Args:
         ranks: who checks.
-        folder: where.
+        place: where.
         name: of the checkpoint.
         there: its manifest in the cold tier, if it is there.
 
@@ -156,21 +170,21 @@ def verify_together(ranks: Ranks, folder: Folder, name: str, there: Manifest | N
         CheckpointCorrupt: a file is damaged or missing everywhere; on all ranks.
         CheckpointNotFound, CheckpointUncommitted, CheckpointIncompatible: there is no manifest to go by.
     """
-    tier = folder.tier
+    tier = place.tier
     manifests = ranks.gathered(lambda: store.read_manifest(tier, name))
     good = [manifest for manifest in manifests if isinstance(manifest, Manifest)]
     if not good and there is None:
         raise_first(manifests)
     manifest = good[0] if good else there
     assert manifest is not None
-    mine = manifest.files[folder.sharing.index(ranks.rank) :: len(folder.sharing)]
+    mine = manifest.files[place.sharing.index(ranks.rank) :: len(place.sharing)]
     checked = ranks.gathered(lambda: {entry.path: store.content_problem(tier, name, entry) for entry in mine})
     raise_first(checked)
 
     problems: dict[str, str] = {}
     lacking: dict[str, set[int]] = {}
     holding: dict[str, int] = {}
-    leader_of = dict(enumerate(ranks.all_gather(folder.sharing[0])))
+    leader_of = dict(enumerate(ranks.all_gather(place.sharing[0])))
     for rank, findings in enumerate(checked):
         assert isinstance(findings, dict)
         for file, problem in findings.items():
@@ -183,22 +197,22 @@ def verify_together(ranks: Ranks, folder: Folder, name: str, there: Manifest | N
     if lost and there is None:
         raise CheckpointCorrupt(f"{name} is damaged: {'; '.join(lost.values())}.", problems=tuple(lost.values()))
     if lost:
-        _fetch(ranks, folder, name, [entry for entry in manifest if entry.path in lost])
+        _fetch(ranks, place, name, [entry for entry in manifest if entry.path in lost])
     for file in sorted(lacking.keys() - lost.keys()):
-        _copy(ranks, folder, name, manifest.file(file), holding[file], lacking[file])
-    if isinstance(manifests[ranks.rank], BaseException) and ranks.rank == folder.sharing[0]:
+        _copy(ranks, place, name, manifest.file(file), holding[file], lacking[file])
+    if isinstance(manifests[ranks.rank], BaseException) and ranks.rank == place.sharing[0]:
         _put_manifest(tier, name, manifest)
     return Source(tier, name, manifest, fetched=sum(entry.size for entry in manifest if entry.path in lost))
 
 
-def _fetch(ranks: Ranks, folder: Folder, name: str, entries: Sequence[FileEntry]) -> None:
+def _fetch(ranks: Ranks, place: Place, name: str, entries: Sequence[FileEntry]) -> None:
     """Bring files from the cold tier to every folder, each once to each, shared out over the ranks that share it."""
-    cold, tier = folder.cold, folder.tier
+    cold, tier = place.cold, place.tier
     assert cold is not None
-    place = folder.sharing.index(ranks.rank)
+    number = place.sharing.index(ranks.rank)
 
     def fetch_mine() -> None:
-        for entry in entries[place :: len(folder.sharing)]:
+        for entry in entries[number :: len(place.sharing)]:
             target = tier.path(name, entry.path)
             target.parent.mkdir(parents=True, exist_ok=True)
             sink = target.with_name(f".{entry.path}.fetched-{os.getpid()}")
@@ -216,10 +230,10 @@ def _fetch(ranks: Ranks, folder: Folder, name: str, entries: Sequence[FileEntry]
     raise_first(ranks.gathered(fetch_mine))
 
 
-def _copy(ranks: Ranks, folder: Folder, name: str, entry: FileEntry | None, source: int, sinks: set[int]) -> None:
+def _copy(ranks: Ranks, place: Place, name: str, entry: FileEntry | None, source: int, sinks: set[int]) -> None:
     """Bring a file to the folders that lack it, from the leader of one that has it."""
     assert entry is not None
-    tier, holder = folder.tier, store.holder(name, entry)
+    tier, holder = place.tier, store.holder(name, entry)
     target = tier.path(holder, entry.path)
     sink = None
     if ranks.rank in sinks:
@@ -253,13 +267,13 @@ def _put_manifest(tier: LocalTier, name: str, manifest: Manifest) -> None:
     tier.sync(name)
 
 
-def open_explicit(ranks: Ranks, path: Path, folder: Folder | None = None) -> Source:
+def open_explicit(ranks: Ranks, path: Path, place: Place | None = None) -> Source:
     """The checkpoint at a path that the user named.  Collective.
 
     Args:
         ranks: who opens it.
         path: where it is on this rank.
-        folder: the folder it is in, where it is known who shares that; otherwise all ranks are taken to.
+        place: the folder it is in, where it is known who shares that; otherwise all ranks are taken to.
 
     Raises:
         CheckpointNotFound, CheckpointUncommitted: nothing usable is there; the message lists what is.
@@ -271,9 +285,8 @@ def open_explicit(ranks: Ranks, path: Path, folder: Folder | None = None) -> Sou
     assert isinstance(source, Source)
     if source.manifest is None:
         return source
-    everyone = tuple(range(ranks.world_size))
     try:
-        return verify_together(ranks, folder or Folder(source.tier, everyone, (0,)), source.name)
+        return verify_together(ranks, place or Place.shared(ranks, source.tier), source.name)
     except CheckpointCorrupt as error:
         raise CheckpointCorrupt(error.message, problems=error.problems, hint=store.available(source.tier)) from error
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+import tempfile
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,10 +27,10 @@ from lightning_resilience.manifest import MANIFEST, META, PINNED, WEIGHTS_ONLY, 
 from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.reader import CheckpointReader, canonical, load_trusted
 from lightning_resilience.remote import RemoteTier
-from lightning_resilience.resume import Source, find_last, open_explicit
+from lightning_resilience.resume import Place, Source, find_last, open_explicit
 from lightning_resilience.shards import PLAIN
 from lightning_resilience.strategies import Doorway, edits_loaded_state, family_of, raw_optimizer
-from lightning_resilience.tiers import local_path
+from lightning_resilience.tiers import LocalTier, local_path
 
 log = logging.getLogger("lightning_resilience")
 
@@ -56,15 +59,15 @@ class Session:
             address=getattr(getattr(trainer.strategy, "cluster_environment", None), "main_address", None),
         )
         self.engine = Engine(self.ranks, memory=memory, timeout=timeout)
-        self.folders: dict[Path, Folder] = {}
+        self.folders: dict[str, Folder] = {}
         self.resumed: Source | None = None
-        self.resume_last: list[tuple[Folder, list[str]]] = []
-        """Where to look for ``ckpt_path="last"``, filled by callbacks that were asked for it: an open folder, and
-        others."""
+        self.resume_last: list[tuple[Place, list[str]]] = []
+        """Where to look for ``ckpt_path="last"``, filled by callbacks that were asked for it: a place, and folders."""
         self.between_batches: list[Callable[[int, bool], None]] = []
         """Called after each batch with its epoch and whether that has ended; see ``Doorway.between_batches``."""
         self._on_unrestorable = "raise"
         self._restores_optimizers = True
+        self._scratches: list[LocalTier] = []
         self._finished: list[Save] = []
         self._users = 0
         self._source: Source | None = None
@@ -145,22 +148,40 @@ class Session:
             action(epoch, epoch_ended)
 
     def _detach(self, abandoned: bool = False) -> None:
+        for scratch in self._scratches:
+            shutil.rmtree(scratch.root, ignore_errors=True)
         self._doorway.close()
         self.data.close()
         self.ranks.close(abandoned)
         self._reader = None
         _sessions.pop(id(self.trainer), None)
 
-    def folder(self, root: Path, **rules: Any) -> Folder:
-        """The folder at ``root``, opened when it is first asked for.  Collective."""
-        root = root.absolute()
-        if root not in self.folders:
-            self.folders[root] = self.engine.open_folder(root, **rules)
-        return self.folders[root]
+    def folder(self, tier: LocalTier | RemoteTier, **rules: Any) -> Folder:
+        """The folder that is ``tier``, opened when it is first asked for.  Collective."""
+        if tier.where() not in self.folders:
+            self.folders[tier.where()] = self.engine.open_folder(tier, **rules)
+        return self.folders[tier.where()]
 
-    def look_into(self, root: Path, cold: RemoteTier | None = None) -> Folder:
-        """A folder to read from only."""
-        return self.folders.get(root.absolute()) or self.engine.look_into(root.absolute(), cold)
+    def place(self, tier: LocalTier | RemoteTier, cold: RemoteTier | None = None) -> Place:
+        """Where checkpoints of a tier are read from.  Collective.
+
+        Args:
+            tier: what is saved to; what has no local folder gets one for as long as this session lasts.
+            cold: what is behind it.
+        """
+        if isinstance(tier, RemoteTier):
+            return Place(*self._scratch(), cold=tier)
+        folder = self.folders.get(tier.where())
+        return Place.shared(self.ranks, tier, cold) if folder is None else Place(tier, folder.sharing, cold)
+
+    def _scratch(self) -> tuple[LocalTier, tuple[int, ...]]:
+        """A folder on this machine for what is fetched, and the ranks that share it."""
+        token = self.ranks.broadcast(f"lightning_resilience-{uuid.uuid4().hex[:12]}")
+        scratch = LocalTier(Path(tempfile.gettempdir()) / token)
+        sharing = self.ranks.sharing(scratch)
+        if self.ranks.rank == sharing[0]:
+            self._scratches.append(scratch)
+        return scratch, sharing
 
     def at_step_boundary(self) -> bool:
         """Whether no gradients of a half-done accumulation window would be lost now."""
@@ -282,7 +303,7 @@ class Session:
         weights_only = "optimizer_states" not in checkpoint
         facts = self._facts("trainer.save_checkpoint", self.trainer.current_epoch, {}, weights_only, (PINNED,))
         save = self.save_now(
-            self.folder(path.parent), path.name, facts, lambda: self._snapshot(checkpoint), replace=True
+            self.folder(LocalTier(path.parent)), path.name, facts, lambda: self._snapshot(checkpoint), replace=True
         )
         if self.ranks.rank == 0:
             log_save(save)
@@ -290,7 +311,7 @@ class Session:
     def _remove_checkpoint(self, filepath: Any) -> None:
         """In the place of ``Strategy.remove_checkpoint``, for a stock ModelCheckpoint beside ours."""
         path = local_path(os.fspath(filepath)).absolute()
-        folder = self.folder(path.parent)
+        folder = self.folder(LocalTier(path.parent))
         if self.ranks.rank == folder.sharing[0] and path.exists():
             folder.tier.remove(path.name)
 
@@ -331,8 +352,7 @@ class Session:
     def _choose(self, checkpoint_path: Any) -> Source | str | None:
         """What to load: a checkpoint of ours, a path for stock Lightning to load, or nothing."""
         if self.ranks.any_max(bool(self.resume_last))[0]:
-            folders = self._folders_to_search()
-            source = self._newest(folders)
+            source = self._newest(self._places_to_search())
             if isinstance(source, Source):
                 return source
             if source is not None:
@@ -351,32 +371,34 @@ class Session:
         if path.is_file() and (path.parent / MANIFEST).is_file():
             raise CheckpointNotFound(f"{text!r} is a file of a checkpoint.", hint=f"Give {str(path.parent)!r}.")
         # Of a folder that is called differently on every node, each rank opens its own.
-        roots = list(self.folders)
-        place = self.ranks.broadcast(roots.index(path.parent) if path.parent in roots else None)
-        if place is not None:
-            folder = self.folders[roots[place]]
-            return open_explicit(self.ranks, folder.tier.path(path.name), folder)
+        roots, parent = list(self.folders), str(path.parent)
+        number = self.ranks.broadcast(roots.index(parent) if parent in roots else None)
+        if number is not None:
+            tier = self.folders[roots[number]].tier
+            assert isinstance(tier, LocalTier)
+            return open_explicit(self.ranks, tier.path(path.name), self.place(tier))
         return str(path) if path.is_file() else open_explicit(self.ranks, path)
 
-    def _folders_to_search(self) -> list[Folder]:
-        others = [path for _, paths in self.resume_last for path in paths]
-        opened = [folder for folder, _ in self.resume_last]
+    def _places_to_search(self) -> list[Place]:
+        others: list[str] = self.ranks.broadcast([path for _, paths in self.resume_last for path in paths])
+        places = [place for place, _ in self.resume_last]
         self.resume_last = []
-        return list(dict.fromkeys([*opened, *(self.look_into(Path(path)) for path in self.ranks.broadcast(others))]))
+        known = {place.tier.root for place in places}
+        return places + [self.place(LocalTier(path)) for path in others if Path(path) not in known]
 
-    def _newest(self, folders: list[Folder]) -> Source | str | None:
-        search = find_last(self.engine, folders)
+    def _newest(self, places: list[Place]) -> Source | str | None:
+        search = find_last(self.ranks, places)
         if search.source is not None:
             self._say(search.source, search.explain())
             return search.source
         if not search.skipped:
-            if (stock := self.ranks.broadcast(store.newest_stock(folders[0].tier) if folders else None)) is not None:
+            if (stock := self.ranks.broadcast(store.newest_stock(places[0].tier) if places else None)) is not None:
                 rank_zero_warn(
                     f"There is no checkpoint of ResilientCheckpoint yet; resuming {stock}, of stock Lightning."
                 )
                 return stock
             if self.ranks.rank == 0:
-                where = ", ".join(str(folder.tier.root) for folder in folders)
+                where = ", ".join(place.cold.where() if place.cold else place.tier.where() for place in places)
                 log.info("event=start step=0 reason='no checkpoint yet in %s'", where)
             return None
         message = f"There are checkpoints, but none can be resumed from: {search.explain()}."
@@ -561,7 +583,7 @@ def log_save(save: Save) -> None:
     log.info(
         "event=save step=%d name=%s bytes=%d stall=%.3f persist=%.3f reason=%r",
         save.step,
-        committed.path.name,
+        committed.name,
         committed.manifest.size,
         save.stall,
         save.persist,

@@ -29,7 +29,7 @@ from lightning_resilience.manifest import (
     newest_first,
 )
 from lightning_resilience.retention import Keep, Ranking, Verdict, judge
-from lightning_resilience.tiers import LocalTier, Tier
+from lightning_resilience.tiers import LocalTier, Tier, WritableTier
 
 log = logging.getLogger("lightning_resilience")
 
@@ -184,7 +184,7 @@ def free_name(tier: Tier, name: str) -> str:
     return candidate
 
 
-def commit(tier: LocalTier, partial: str, name: str, manifest: Manifest, *, replace: bool = False) -> None:
+def commit(tier: WritableTier, partial: str, name: str, manifest: Manifest, *, replace: bool = False) -> None:
     """Turn the folder ``partial``, whose files are durable, into checkpoint ``name``: manifest last, one rename."""
     points.reach("commit.begin")
     tier.write(partial, MANIFEST, manifest.to_bytes())
@@ -233,7 +233,7 @@ def retain(
     return removed
 
 
-def sweep(tier: LocalTier) -> list[str]:
+def sweep(tier: WritableTier) -> list[str]:
     """Finish what a killed process left: a whole save that lacked only its rename is published, the rest deleted.
 
     What a living process is writing is left alone.
@@ -257,7 +257,7 @@ def sweep(tier: LocalTier) -> list[str]:
     return done
 
 
-def _is_whole(tier: LocalTier, name: str) -> bool:
+def _is_whole(tier: Tier, name: str) -> bool:
     try:
         return not verify(tier, name, read_manifest(tier, name))
     except ResilienceError:

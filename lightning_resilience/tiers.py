@@ -14,8 +14,8 @@ import re
 import shutil
 import threading
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -69,6 +69,40 @@ class Tier(Protocol):
 
     def remove(self, name: str) -> None:
         """Let a checkpoint disappear: at first its manifest, or all of it in one step."""
+
+
+class WritableTier(Tier, Protocol):
+    """A tier that saves go to.  What is being saved is in ``partial``, a name of its own, until it is published."""
+
+    def check_writable(self) -> None:
+        """Raise TierDenied or TierUnavailable where nothing can be written."""
+
+    def begin(self, name: str) -> None:
+        """Get ready for files of ``name``."""
+
+    def hold(self, name: str) -> AbstractContextManager[None]:
+        """Let others see that a living process is writing ``name``."""
+
+    def is_held(self, name: str) -> bool:
+        """Whether a living process is writing ``name``."""
+
+    def write(self, name: str, file: str, data: Buffer, rank: int = 0) -> FileEntry:
+        """Write a new file; on return it is whole and lasts."""
+
+    def sync(self, name: str = "") -> None:
+        """Make the names of the files last."""
+
+    def publish(self, partial: str, name: str, *, replace: bool = False) -> None:
+        """Let ``partial``, with its manifest in it, be the checkpoint ``name``."""
+
+    def withdraw(self, partial: str, files: Collection[str]) -> None:
+        """Take files of a dropped save away."""
+
+    def discard(self, name: str) -> None:
+        """Delete what is not a checkpoint."""
+
+    def point(self, link: str, name: str) -> None:
+        """Make a link to a checkpoint, where the tier has links."""
 
 
 class LocalTier:
@@ -249,6 +283,13 @@ class LocalTier:
         self.sync()
         if replaced:
             self.discard(replaced)
+
+    def withdraw(self, partial: str, files: Collection[str]) -> None:
+        """Take files of a dropped save away; the last rank out removes the folder."""
+        with suppress(OSError):
+            for file in files:
+                self.path(partial, file).unlink(missing_ok=True)
+            self.path(partial).rmdir()
 
     def remove(self, name: str) -> None:
         """Let ``name`` disappear in one step, then free its bytes; other checkpoints that link to them keep theirs."""

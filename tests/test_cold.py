@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -335,3 +336,37 @@ def test_memory_of_fsspec_works_as_a_cold_tier(tmp_path: Path) -> None:
     fit(tmp_path, remote="memory://test-cold")
     shutil.rmtree(tmp_path / "hot")
     assert fit(tmp_path, last=10, remote="memory://test-cold").history[0][0] == 8
+
+
+# -- no folder at all -------------------------------------------------------------------------------------------------
+
+
+def without_a_folder(root: Path, name: str, last: int) -> list[tuple[int, float]]:
+    """One life on this rank, saving straight to a URL; what is temporary is in ``root/tmp``."""
+    tempfile.tempdir = str(root / "tmp")
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    kwargs: dict[str, Any] = {"strategy": strategy(name, ranks), "devices": ranks}
+    model = TinyModel()
+    callback = ResilientCheckpoint(f"local://{root}/cold", schedule=EverySteps(2), keep=Keep(last=2))
+    trainer = make_trainer(root, settle(), callback, max_steps=last, max_epochs=-1, **kwargs)
+    trainer.fit(model, data(64), ckpt_path="last")
+    assert callback.last_model_path.startswith(f"local://{root}/cold/")
+    assert callback.last_model_path.endswith(f"step={last}.ckpt")
+    return model.history
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("name", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
+def test_run_saves_to_a_url_and_goes_on_from_it_without_a_folder(tmp_path: Path, name: str, ranks: int) -> None:
+    (tmp_path / "tmp").mkdir()
+    run_forks(without_a_folder, tmp_path, name, 6, world_size=ranks)
+    assert steps(cold(tmp_path)) == [4, 6]
+    histories = run_forks(without_a_folder, tmp_path, name, 10, world_size=ranks)
+    assert [history[0][0] for history in histories] == [6] * ranks
+    assert steps(cold(tmp_path))[-2:] == [8, 10]
+    assert [path.name for path in (tmp_path / "tmp").iterdir() if path.name.startswith("lightning_res")] == []
+
+
+def test_url_is_not_both_the_folder_and_the_cold_tier() -> None:
+    with pytest.raises(SetupError, match="is a URL already"):
+        ResilientCheckpoint("memory://a", remote="memory://b")
