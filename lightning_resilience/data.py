@@ -22,21 +22,25 @@ what is none of these (a generator)          not at all: the epoch begins anew, 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import pickle
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_resilience import run_state
-from lightning_resilience.order import Dealt, Order, Share, batches, deal, draw, order_of, share_of
+from lightning_resilience.order import Dealt, Order, Share, batches, deal, draw, kind_of, order_of, share_of
 
 Position = dict[str, Any]
 """How far one loader is: ``count`` batches of the iterator that began with generators ``start``; see
@@ -51,9 +55,16 @@ class Guide(Protocol):
     rank: int
     ranks: int
 
+    shared_seed: bytes | None
+    """Source of randomness that all ranks have alike, where their generators do not agree any more."""
+
     @property
-    def training(self) -> bool:
-        """Whether iterators made now are for training; a loader may serve validation too."""
+    def reading(self) -> bool:
+        """Whether it is the training loop that reads now; anybody may iterate a loader."""
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether the training loop reads one more batch than it trains on, to know which is the last."""
 
     @property
     def undecided(self) -> bool:
@@ -72,6 +83,9 @@ class Loop(Protocol):
     def batches_ahead(self) -> int:
         """How many batches have been read and not trained on."""
 
+    def reads_ahead(self) -> bool:
+        """Whether one more batch is read than is trained on, to know which is the last."""
+
     def cycled(self) -> list[bool]:
         """Which loaders have been through at least once in this epoch, where shorter ones are cycled."""
 
@@ -81,8 +95,11 @@ class Loop(Protocol):
     def at_epoch_start(self) -> bool:
         """Whether the next training batch is the first of an epoch."""
 
-    def go_to_batch(self, left: int) -> None:
-        """Count as if ``left`` batches of this epoch were left; -1 for all of them."""
+    def leave_finished_epoch(self) -> None:
+        """Be at the start of the next epoch where one was finished whose length nobody knew."""
+
+    def go_to_batch(self, done: int, left: int) -> None:
+        """Count as if ``done`` batches of this epoch had been trained on, or ``left`` were left, where all are read."""
 
     def begin_reading(self) -> None:
         """Make the iterators of the training loaders."""
@@ -101,8 +118,8 @@ class Loop(Protocol):
         """Whether the loaders are being made, and not read yet."""
 
     @property
-    def processes_training_data(self) -> bool:
-        """Whether training data is what is being handled now."""
+    def reading(self) -> bool:
+        """Whether the training loop reads from its loaders now."""
 
 
 class DataPosition:
@@ -121,10 +138,15 @@ class DataPosition:
         self._saved: dict[str, Any] | None = None
         self._tracked: list[weakref.ref[Any]] = []
         self._begins_an_epoch = False
+        self.shared_seed: bytes | None = None
 
     @property
-    def training(self) -> bool:
-        return self._loop.processes_training_data
+    def reading(self) -> bool:
+        return self._loop.reading
+
+    @property
+    def reads_ahead(self) -> bool:
+        return self._loop.reads_ahead()
 
     @property
     def undecided(self) -> bool:
@@ -148,19 +170,27 @@ class DataPosition:
         ahead = self._loop.batches_ahead()
         tracks = [track_of(loader) for loader in self._loop.train_loaders()]
         loaders = [found.position(ahead) if found is not None else None for found in tracks]
-        return {"loaders": loaders, "cycled": self._loop.cycled(), "reloaded_in": self._loop.reloaded_in()}
+        return {
+            "loaders": loaders,
+            "cycled": self._loop.cycled(),
+            "reloaded_in": self._loop.reloaded_in(),
+            "shared_seed": self.shared_seed,
+        }
 
     def go_to(self, saved: dict[str, Any]) -> None:
         """Begin where this rank was; called before the first batch is read."""
         self._saved = saved
+        self.shared_seed = saved["shared_seed"]
 
-    def go_to_part(self, first: dict[str, Any], own: dict[str, Any] | None) -> None:
+    def go_to_part(self, first: dict[str, Any], own: dict[str, Any] | None, shared_seed: bytes) -> None:
         """Begin where other ranks, more or fewer, were.
 
         Args:
             first: what rank 0 saved.
             own: what this rank saved, if it was there.
+            shared_seed: for what all ranks have to draw alike from now on.
         """
+        self.shared_seed = shared_seed
         loaders = []
         for index, position in enumerate(first["loaders"]):
             mine = own["loaders"][index] if own is not None and index < len(own["loaders"]) else None
@@ -174,7 +204,7 @@ class DataPosition:
         """Where ``loader`` begins: in the middle of the epoch, or at the start of one with what lasts over epochs."""
         loaders = self._loop.train_loaders()
         place = next((index for index, other in enumerate(loaders) if other is loader), None)
-        saved = self._saved["loaders"] if self._saved is not None else []
+        saved = self._saved["loaders"] if self._saved is not None and self.exact() else []
         position = saved[place] if place is not None and place < len(saved) else None
         if position is None or not self._begins_an_epoch:
             return position
@@ -190,6 +220,8 @@ class DataPosition:
 
     def begun(self) -> None:
         """The first batch is about to be read: make the iterators, where they begin."""
+        if self._saved is not None:
+            self._loop.leave_finished_epoch()
         self._begins_an_epoch = self._loop.at_epoch_start()
         exact = self.exact()
         if self._saved is not None and not self._begins_an_epoch:
@@ -206,25 +238,30 @@ class DataPosition:
     def _deal_anew(self, saved: dict[str, Any]) -> None:
         """Where ranks or batches are others than they were, deal out what is left of the epoch."""
         loaders, positions = self._loop.train_loaders(), saved["loaders"]
-        shares = [share_of(loader, self.ranks) for loader in loaders]
-        pairs = list(zip(positions, shares, strict=False))
+        tracks = [track_of(loader) for loader in loaders]
         if len(positions) != len(loaders) or any(position is None for position in positions):
             self._begin_anew("there are others than there were")
             return
-        if all(position["share"] == share and not position["offset"] for position, share in pairs):
+        changes = [found.change_of_data(p) for found, p in zip(tracks, positions, strict=True) if found is not None]
+        if any(changes):
+            self._begin_anew("; ".join(filter(None, changes)))
             return
-        found = track_of(loaders[0])
-        dealt = found.deal(positions[0], shares[0]) if found is not None and len(loaders) == 1 else None
-        if dealt is None:
+        shares = [share_of(loader, self.ranks) for loader in loaders]
+        same = all(position["share"] == share for position, share in zip(positions, shares, strict=True))
+        if same and not any(position["offset"] for position in positions):
+            return
+        dealt = tracks[0].deal(positions[0], shares[0]) if tracks[0] is not None and len(loaders) == 1 else None
+        if dealt is None or not batches(dealt["part"], shares[0]):
             self._begin_anew("which samples other ranks, or batches of another size, have left is not known for these")
             return
         saved["loaders"] = [dealt]
-        if positions[0]["share"] == shares[0]:
-            return
-        left = batches(dealt["part"], shares[0])
-        self._loop.go_to_batch(left)
+        if not same:
+            self._say_what_is_left(dealt, positions[0]["share"], shares[0])
+
+    def _say_what_is_left(self, dealt: Position, was: Share, share: Share) -> None:
+        before, now = (one["ranks"] * one["batch_size"] for one in (was, share))
+        self._loop.go_to_batch(dealt["offset"] // now, batches(dealt["part"], share))
         if self.rank == 0:
-            before, now = (share["ranks"] * share["batch_size"] for share in (positions[0]["share"], shares[0]))
             rank_zero_warn(
                 f"The epoch goes on after {dealt['offset']} samples, with each of the others once. A batch of all ranks"
                 f" together is {now} samples; it was {before}."
@@ -235,12 +272,13 @@ class DataPosition:
         """Read the whole epoch again, rather than leave out its end."""
         kinds = ", ".join(type(loader).__name__ for loader in self._loop.train_loaders())
         rank_zero_warn(f"The epoch that was interrupted begins anew, at its first batch, for {kinds}: {why}.")
-        self._loop.go_to_batch(-1)
+        self._loop.go_to_batch(0, -1)
         self._begins_an_epoch = True
 
     def exact(self) -> bool:
         """Whether every training loader continues at the right batch."""
-        return all(track_of(loader) is not None for loader in self._loop.train_loaders())
+        loaders = self._loop.train_loaders()
+        return all(track_of(loader) is not None for loader in loaders) and len({*map(id, loaders)}) == len(loaders)
 
 
 def track(loader: Any, guide: Guide) -> Any:
@@ -257,8 +295,15 @@ def track(loader: Any, guide: Guide) -> Any:
         own: Track = getattr(self, _ATTRIBUTE)
         return own.begin(lambda: cls.__iter__(self))
 
+    def reduce(self: Any, protocol: Any) -> Any:
+        """Copies and pickles are of the user's class, and are not tracked."""
+        twin: Any = cls.__new__(cls)  # type: ignore[call-overload]
+        vars(twin).update({name: value for name, value in vars(self).items() if name != _ATTRIBUTE})
+        return twin.__reduce_ex__(protocol)
+
+    members = {"__iter__": begin, "__reduce_ex__": reduce, "__module__": cls.__module__}
     try:
-        loader.__class__ = type(cls.__name__, (cls,), {"__iter__": begin, "__module__": cls.__module__})
+        loader.__class__ = type(cls.__name__, (cls,), members)
     except TypeError:
         return loader
     vars(loader)[_ATTRIBUTE] = Track(loader, guide)
@@ -277,6 +322,19 @@ def track_of(loader: object) -> Track | None:
     return vars(loader).get(_ATTRIBUTE) if hasattr(loader, "__dict__") else None
 
 
+@dataclass
+class _Moment:
+    """Where a loader is between two batches."""
+
+    passes: int
+    count: int
+    start: dict[str, Any] | None
+    workers: dict[int, bytes]
+    own: Any = None
+    parts: dict[str, Any] = field(default_factory=dict)
+    read_with: run_state.RankState | None = None
+
+
 class Track:
     """One loader's iterators: how the current one began, and how many batches it gave."""
 
@@ -287,61 +345,81 @@ class Track:
         self.count = 0
         self.start: dict[str, Any] | None = None
         self.workers: dict[int, bytes] = {}
+        self.workers_at_start: dict[int, bytes] = {}
         self.origin: tuple[Order | None, int] | None = None
-        self._before: tuple[Any, ...] | None = None
-        self._reads_ahead = sized_len(loader) is None  # Lightning reads one more batch, to know which is the last
+        self._before: deque[_Moment] = deque(maxlen=2)
+        self._reads_ahead = False
 
     # -- while training -----------------------------------------------------------------------------------------------
 
     def begin(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """A new iterator, at the beginning or where the guide says; an empty one as long as that is undecided."""
-        if not self.guide.training:
-            return make()
+        if not self.guide.reading:
+            return self._for_others(make())
         if self.guide.undecided:
             return iter(())
+        self._reads_ahead = self.guide.reads_ahead
+        self._before.clear()
         position = self.guide.position_of(self._loader)
         return _Batches(self, self._make(make, position), position)
+
+    def _for_others(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """An iterator that is not for training.  Workers that persist go on adding their generators."""
+        return map(self._unwrapped, iterator) if _persists(self._loader) else iterator
 
     def before_batch(self) -> None:
         """A batch is about to be read."""
         if self.start is None:
             self.start = self._generators()
-        read_with = run_state.capture() if self._reads_ahead and not _workers(self._loader) else None
-        own = self._own_state() if self._reads_ahead else None
-        self._before = (self.passes, self.count, self.start, dict(self.workers), own, read_with)
+        moment = _Moment(self.passes, self.count, self.start, dict(self.workers))
+        if self._reads_ahead:
+            moment.own, moment.parts = self._own_state(), states_of(self._parts())
+            moment.read_with = run_state.capture() if not _workers(self._loader) else None
+        self._before.append(moment)
 
     def after_batch(self, batch: Any) -> Any:
         """A batch has been read; returns it without what a worker added."""
         self.count += 1
-        self._take_note(batch)
-        return batch.batch if isinstance(batch, _Stamped) else batch
+        return self._unwrapped(batch)
 
     def position(self, ahead: int) -> Position:
         """How far training is.
 
         Args:
-            ahead: how many batches have been read and not trained on, 0 or 1.
+            ahead: how many batches have been read and not trained on: one that tells whether the last is near, and one
+                that an exception keeps from being trained on.
         """
-        if ahead and self._before is not None:
-            passes, count, start, workers, own, read_with = self._before
-        else:
-            passes, count, start, workers, own = self.passes, self.count, self.start, self.workers, self._own_state()
-            read_with = None
-        known = None if has_state(self._loader) else order_of(self._loader, self.guide.ranks)
-        order, offset = self.origin or (known, 0)
+        now = _Moment(self.passes, self.count, self.start, dict(self.workers), self._own_state())
+        now.parts = states_of(self._parts())
+        moment = self._before[-min(ahead, len(self._before))] if ahead and self._before else now
+        if not self._reads_ahead:
+            moment = dataclasses.replace(moment, own=now.own, parts=now.parts)
+        order, offset = self.origin or (self._order(), 0)
         return {
+            **vars(moment),
             "order": order,
             "share": share_of(self._loader, self.guide.ranks),
             "offset": offset,
-            "passes": passes,
-            "count": count,
-            "start": start,
-            "workers": dict(workers),
-            "own": own,
-            "parts": states_of(self._parts()),
-            "read_with": read_with,
+            "workers_at_start": dict(self.workers_at_start),
             "generators": [generator.get_state() for generator in self._own_generators()],
+            "samplers": states_of(self._samplers()),
         }
+
+    def _order(self) -> Order | None:
+        return None if has_state(self._loader) else order_of(self._loader, self.guide.ranks)
+
+    def change_of_data(self, position: Position) -> str | None:
+        """What is different in the data from when ``position`` was saved, so that its order means nothing any more."""
+        order = position["order"]
+        if order is None or not isinstance(self._loader, DataLoader):
+            return None
+        if order["samples"] != sized_len(self._loader.dataset):
+            return f"there are {sized_len(self._loader.dataset)} samples, and were {order['samples']}"
+        live = self._order()
+        if position["share"] == share_of(self._loader, self.guide.ranks) and not position["offset"]:
+            if live is None or kind_of(live) != kind_of(order):
+                return "their sampler is another one"
+        return None
 
     def deal(self, position: Position, share: Share) -> Position | None:
         """A position with this rank's part of what is left of the epoch, for a way of dealing that may be another.
@@ -354,7 +432,7 @@ class Track:
             return None
         with run_state.kept():
             self._as_at_the_start(position)
-            if position["start"]["seeded"]:
+            if position["start"]["seeded"] and not position["start"].get("again"):
                 torch.empty((), dtype=torch.int64).random_(generator=getattr(self._loader, "generator", None))
             everything = draw(order, self._loader)
         if everything is None:
@@ -362,9 +440,11 @@ class Track:
         offset, count = position["offset"], position["count"]
         if was != share:
             offset, count = offset + count * was["batch_size"] * was["ranks"], 0
-        uneven = bool(getattr(self._loader.sampler, "drop_last", False))
-        part = deal(everything[offset:], self.guide.rank, share, drop_uneven=uneven)
+        part = deal(everything[offset:], self.guide.rank, share, drop_uneven=self._drops_uneven())
         return {**position, "offset": offset, "count": count, "share": share, "part": part}
+
+    def _drops_uneven(self) -> bool:
+        return bool(getattr(self._loader.sampler, "drop_last", False))
 
     def _is_distributed(self) -> bool:
         return isinstance(getattr(self._loader, "sampler", None), DistributedSampler)
@@ -374,6 +454,11 @@ class Track:
         if _workers(self._loader) or has_state(self._loader):
             return {}
         return parts(getattr(self._loader, "dataset", None), getattr(self._loader, "collate_fn", None))
+
+    def _samplers(self) -> dict[str, Any]:
+        """Samplers with a state of their own."""
+        found = {name: getattr(self._loader, name, None) for name in ("sampler", "batch_sampler")}
+        return {name: sampler for name, sampler in found.items() if has_state(sampler)}
 
     def _own_state(self) -> Any:
         return self._loader.state_dict() if has_state(self._loader) else None
@@ -398,36 +483,66 @@ class Track:
         if position["workers"] and _persists(self._loader) and position["ended_at"] < (sized_len(self._loader) or 0):
             # The last epoch was cut short, with batches in its workers' hands that they still made.
             self._in_the_middle(make, {**position, "count": position["ended_at"]})
+            self.count = 0
         self._set_own_generators(position["generators"])
+        restore_states(self._samplers(), position["samplers"])
         return self._plainly(make, position)
 
     def _plainly(self, make: Callable[[], Iterator[Any]], position: Position | None) -> Iterator[Any]:
         """From the beginning; workers that persist go on with their generators."""
         loader = self._loader
         persist = _persists(loader)
-        states = position["workers"] if position is not None and persist else {}
-        self.start = self._generators() if _workers(loader) else None
+        begun = persist and loader._iterator is not None
+        states = position["workers"] if position is not None and persist and not begun else {}
+        if not begun:
+            self.workers = dict(states)
+        if self.guide.shared_seed is not None and isinstance(
+            getattr(loader, "sampler", None), DistributedSamplerWrapper
+        ):
+            return self._drawn_alike(make)
+        self.start = self._generators() if _workers(loader) and self._is_stock() else None
         if self.start is not None:
-            self.start["seeded"] = True
-            self.start["again"] = persist and (bool(states) or loader._iterator is not None)
-        self.workers = dict(states) if position is not None else self.workers if persist else {}
+            self.start |= {"seeded": True, "again": begun or bool(states)}
         with self._equipped(states, again=bool(states)), self._hearing_of_leftovers():
-            return iter(make())
+            iterator = iter(make())
+        self.workers_at_start = dict(self.workers)
+        return iterator
+
+    def _drawn_alike(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """An epoch whose order every rank draws for itself, where their generators do not agree any more."""
+        seed = self.guide.shared_seed
+        assert seed is not None
+        with run_state.kept():
+            run_state.derive(seed, int(self._loader.sampler.epoch), 0)
+            start = self._generators()
+        position = {
+            "start": start,
+            "order": self._order(),
+            "share": share_of(self._loader, self.guide.ranks),
+            "offset": 0,
+            "count": 0,
+            "workers": self.workers,
+            "generators": start["own"],
+        }
+        dealt = self.deal(position, position["share"])
+        assert dealt is not None
+        return self._with_a_part(make, dealt)
 
     def _in_the_middle(self, make: Callable[[], Iterator[Any]], position: Position) -> Iterator[Any]:
         """After ``count`` batches, with the generators that the iterator began with; they are put back afterwards."""
-        count, loader = position["count"], self._loader
-        by_index = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+        count, loader, workers = position["count"], self._loader, _workers(self._loader)
+        by_index = self._is_stock() and not isinstance(loader.dataset, IterableDataset)
         goes_on = "dataset" in position["parts"] or _first_part(position["workers"], "dataset")
         seeded = position["start"]["seeded"]
+        skip = count if by_index and workers else 0
+        states = position["workers"] if by_index or goes_on else position["workers_at_start"]
+        again = position["start"].get("again", False) or (not seeded and bool(workers))
         with run_state.kept():
-            if seeded or _workers(loader):
+            if seeded or (workers and self._is_stock()):
                 self._as_at_the_start(position)
-            skip = count if by_index and _workers(loader) else 0
-            again = position["start"].get("again", False) or (not seeded and bool(_workers(loader)))
-            with self._equipped(position["workers"] if by_index or goes_on else {}, skip, again):
+            with self._equipped(states, skip, again, first=count if goes_on else 0):
                 iterator = iter(make())
-            if not seeded and not _workers(loader):
+            if not seeded and not (workers and self._is_stock()):
                 self._as_at_the_start(position)
             if not goes_on and not skip:
                 # Without workers only the indices are read; what has none is read itself.
@@ -436,10 +551,41 @@ class Track:
                 read = getattr(iterator, "_sampler_iter") if by_index else iterator  # noqa: B009  # torch's, private
                 for _ in itertools.islice(read, count):
                     pass
+                restore_states(self._parts(), position["parts"])  # what is dropped has moved it
+        self._set_own_generators(position["generators"])
+        self.start, self.count = position["start"], count
+        self.workers, self.workers_at_start = dict(position["workers"]), dict(position["workers_at_start"])
+        return iterator
+
+    def _with_a_part(self, make: Callable[[], Iterator[Any]], position: Position) -> Iterator[Any]:
+        """The part that this rank was dealt, after ``count`` batches of it."""
+        loader, count = self._loader, position["count"]
+        sampler = vars(loader)["batch_sampler"]
+        vars(loader)["batch_sampler"] = Dealt(position["part"], position["share"], count, then=sampler)
+        begun = _persists(loader) and loader._iterator is not None
+        try:
+            if begun:  # workers that persist have kept the sampler that they began with
+                loader._iterator._index_sampler = vars(loader)["batch_sampler"]
+            with run_state.kept(), self._equipped({} if begun else position["workers"], first=count):
+                iterator = iter(make())
+        finally:
+            vars(loader)["batch_sampler"] = sampler
         self._set_own_generators(position["generators"])
         self.start, self.count = position["start"], count
         self.workers = dict(position["workers"])
         return iterator
+
+    def _is_stock(self) -> bool:
+        """Whether the loader is iterated by torch's own code, which can be told where to begin."""
+        cls: Any = type(self._loader).__mro__[1]
+        return isinstance(self._loader, DataLoader) and cls.__iter__ is DataLoader.__iter__
+
+    def _as_at_the_start(self, position: Position) -> None:
+        """The generators as they were when the order was drawn: as the iterator was made; without workers, at its first
+        batch."""
+        run_state.restore(position["start"]["process"])
+        self._set_own_generators(position["start"]["own"])
+        restore_states(self._samplers(), position["start"]["samplers"])
 
     @contextmanager
     def _hearing_of_leftovers(self) -> Iterator[None]:
@@ -467,33 +613,16 @@ class Track:
         if isinstance(batch, _Stamped):
             self.workers[batch.worker] = batch.generators
 
-    def _with_a_part(self, make: Callable[[], Iterator[Any]], position: Position) -> Iterator[Any]:
-        """The part that this rank was dealt, after ``count`` batches of it."""
-        loader, count = self._loader, position["count"]
-        sampler = vars(loader)["batch_sampler"]
-        vars(loader)["batch_sampler"] = Dealt(position["part"], position["share"], count)
-        try:
-            with run_state.kept(), self._equipped(position["workers"], first=count):
-                iterator = iter(make())
-        finally:
-            vars(loader)["batch_sampler"] = sampler
-        self._set_own_generators(position["generators"])
-        self.start, self.count = position["start"], count
-        self.workers = dict(position["workers"])
-        return iterator
-
-    def _as_at_the_start(self, position: Position) -> None:
-        """The generators as they were when the order was drawn: as the iterator was made; without workers, at its first
-        batch."""
-        run_state.restore(position["start"]["process"])
-        self._set_own_generators(position["start"]["own"])
+    def _unwrapped(self, batch: Any) -> Any:
+        self._take_note(batch)
+        return batch.batch if isinstance(batch, _Stamped) else batch
 
     @contextmanager
     def _equipped(self, states: dict[int, bytes], skip: int = 0, again: bool = False, first: int = 0) -> Iterator[None]:
         """While an iterator is made: its workers send their generators along, begin with ``states``, its sampler
         passes over ``skip`` batches, and its first batch counts as number ``first`` when workers take turns."""
         loader = self._loader
-        if not isinstance(loader, DataLoader) or has_state(loader):
+        if not self._is_stock() or has_state(loader):
             yield
             return
         attributes = vars(loader)
@@ -518,7 +647,8 @@ class Track:
 
     def _generators(self) -> dict[str, Any]:
         own = [generator.get_state() for generator in self._own_generators()]
-        return {"process": run_state.capture(), "own": own, "seeded": False}
+        samplers = states_of(self._samplers())
+        return {"process": run_state.capture(), "own": own, "samplers": samplers, "seeded": False}
 
     def _own_generators(self) -> list[torch.Generator]:
         """``torch.Generator`` objects of the loader and its samplers, each once."""
@@ -542,13 +672,19 @@ def parts(dataset: Any, collate: Any) -> dict[str, Any]:
     """What has a state of its own in a loader's data: the dataset, one it is a part of, their transforms, the collate
     function."""
     found: dict[str, Any] = {}
-    name, inner, seen = "dataset", dataset, set()
-    while inner is not None and id(inner) not in seen:
+    seen: set[int] = set()
+    left = [("dataset", dataset)]
+    while left:
+        name, inner = left.pop(0)
+        if inner is None or id(inner) in seen:
+            continue
         seen.add(id(inner))
         found[name] = inner
         for attribute in ("transform", "target_transform", "transforms"):
             found[f"{name}.{attribute}"] = getattr(inner, attribute, None)
-        name, inner = f"{name}.dataset", getattr(inner, "dataset", None)
+        left.append((f"{name}.dataset", getattr(inner, "dataset", None)))
+        several = getattr(inner, "datasets", None)  # of a ConcatDataset
+        left += [(f"{name}.{i}", one) for i, one in enumerate(several if isinstance(several, (list, tuple)) else ())]
     found["collate_fn"] = getattr(collate, "inner", collate)
     return {name: part for name, part in found.items() if has_state(part)}
 

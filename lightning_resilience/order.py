@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
@@ -51,14 +52,28 @@ def order_of(loader: Any, ranks: int) -> Order | None:
     if type(loader.batch_sampler) is not BatchSampler:
         return None
     sampler: Any = loader.sampler
+    if sized_len(sampler) is None:
+        return None
+    samples = sized_len(loader.dataset)
     if type(sampler) in (DistributedSampler, DistributedSamplerWrapper):
         distributed = {name: getattr(sampler, name) for name in ("shuffle", "seed", "epoch")}
         inner = _inner(sampler)
         length = len(sampler.dataset)
-        return {"distributed": distributed, "base": None if inner is None else _base_of(inner), "length": length}
+        return {
+            "distributed": distributed,
+            "base": None if inner is None else _base_of(inner),
+            "length": length,
+            "samples": samples,
+        }
     if ranks > 1:
         return None
-    return {"distributed": None, "base": _base_of(sampler), "length": len(sampler)}
+    return {"distributed": None, "base": _base_of(sampler), "length": len(sampler), "samples": samples}
+
+
+def kind_of(order: Order) -> tuple[object, ...]:
+    """What two orders of one loader, in two epochs, have in common."""
+    base, distributed = order["base"] or {}, order["distributed"] or {}
+    return order["length"], base.get("type"), distributed.get("shuffle"), distributed.get("seed")
 
 
 def draw(order: Order, loader: Any) -> Tensor | None:
@@ -121,20 +136,26 @@ class Dealt(Sampler[list[int]]):
         part: indices.
         share: see ``Share``.
         skip: how many batches are passed over.
+        then: the batch sampler of the epochs after this one, for workers that persist.
     """
 
-    def __init__(self, part: Tensor, share: Share, skip: int) -> None:
-        self._part = part
+    def __init__(self, part: Tensor, share: Share, skip: int, then: Iterable[list[int]] = ()) -> None:
+        self._part: Tensor | None = part
         self._share = share
         self._skip = skip
+        self._then = then
 
     def __iter__(self) -> Iterator[list[int]]:
+        part, self._part = self._part, None
+        if part is None:
+            yield from self._then
+            return
         size = self._share["batch_size"]
-        for number in range(self._skip, len(self)):
-            yield self._part[number * size : (number + 1) * size].tolist()
+        for number in range(self._skip, batches(part, self._share)):
+            yield part[number * size : (number + 1) * size].tolist()
 
     def __len__(self) -> int:
-        return batches(self._part, self._share)
+        return batches(self._part, self._share) if self._part is not None else len(self._then)  # type: ignore[arg-type]
 
 
 # -- the sampler below -----------------------------------------------------------------------------------------------

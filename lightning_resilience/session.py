@@ -78,6 +78,7 @@ class Session:
         self._checked_meta = False
         self._generators: Callable[[], None] | None = None
         self._settled = False
+        self._stop_is_wanted = False
         self._logged: list[logged.Logged] = []
         self._buffers: dict[str, torch.Tensor] = {}
         self._syncs_buffers: bool | None = None
@@ -138,8 +139,7 @@ class Session:
             door.between_batches(self._tell_between_batches)
 
     def _before_first_batch(self) -> None:
-        if self._settled:
-            self._doorway.resumes_between_batches(at_the_first_batch=True)
+        self._doorway.resume_batches()
         if self.exact_data:
             self.data.begun()
 
@@ -268,6 +268,7 @@ class Session:
         _check_saveable(state)
         identical = self.family.identical(state)
         own: dict[str, Any] = {**run_state.capture(), "settled": settled}
+        own["stop_is_wanted"] = self._doorway.stop_is_wanted
         if self._doorway.training:
             own["logged"] = logged.capture(self.trainer)
         if self.ranks.rank:
@@ -339,6 +340,8 @@ class Session:
     def _make_resume_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def resume_end() -> None:
             original()
+            if self.resumed is not None and self._stop_is_wanted:
+                self.trainer.should_stop = True
             why = self._doorway.stopped_early() if self.resumed is not None else None
             if why is not None:
                 self.trainer.should_stop = True
@@ -523,6 +526,7 @@ class Session:
         state = self._state_of(source, self.ranks.rank)
         self._generators = lambda: run_state.restore(state)
         self._settled = state.get("settled", False)
+        self._stop_is_wanted = state.get("stop_is_wanted", False)
         self._logged = [state["logged"]] if "logged" in state else []
         self._buffers = state.get("buffers", {})
         self._syncs_buffers = state.get("syncs_buffers")
@@ -541,10 +545,13 @@ class Session:
         first = load_trusted(base)
         mine = [first if number == 0 else self._state_of(source, number) for number in range(rank, saved_ranks, ranks)]
         self._settled = first.get("settled", False)
+        self._stop_is_wanted = first.get("stop_is_wanted", False)
         if "logged" in first:
             self._logged = [state["logged"] for state in mine] or [{**first["logged"], "results": {}, "metrics": {}}]
         if self.exact_data and first.get("data") is not None:
-            self.data.go_to_part(first["data"], mine[0]["data"] if mine else None)
+            self.data.go_to_part(
+                first["data"], mine[0]["data"] if mine else None, f"{manifest.run}/{manifest.sequence}".encode()
+            )
 
     @staticmethod
     def _state_of(source: Source, rank: int) -> dict[str, Any]:
@@ -554,8 +561,7 @@ class Session:
         """Just before the first epoch: what start-up would have changed, the generators last of all."""
         if self.exact_data:
             self.data.epoch_begins()
-        if self._settled:
-            self._doorway.resumes_between_batches(at_the_first_batch=False)
+        self._doorway.resume_epoch(self._settled)
         run_state.restore_buffers(self.trainer.lightning_module, self._buffers)
         if self._syncs_buffers is not None:
             self._doorway.syncs_buffers = self._syncs_buffers

@@ -20,10 +20,11 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
@@ -64,6 +65,8 @@ PRIVATE_NAMES = (
     "lightning.pytorch.loops.fit_loop:_FitLoop.on_advance_end",
     "lightning.pytorch.loops.fit_loop:_FitLoop.setup_data",
     "lightning.pytorch.loops.loop:_Loop.restarting",
+    "lightning.pytorch.loops.fit_loop:_FitLoop._can_stop_early",
+    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop.__init__._batches_that_stepped",
     "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._num_ready_batches_reached",
     "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop.on_run_start",
     "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop.reset",
@@ -71,7 +74,9 @@ PRIVATE_NAMES = (
     "lightning.pytorch.loops.fit_loop:_FitLoop.__init__._data_fetcher",
     "lightning.pytorch.loops.fit_loop:_FitLoop.__init__._last_train_dl_reload_epoch",
     "lightning.pytorch.loops.fit_loop:_FitLoop.__init__._combined_loader",
-    "lightning.pytorch.loops.fetchers:_PrefetchDataFetcher.__init__.batches",
+    "lightning.pytorch.loops.fetchers:_DataFetcher.__init__.fetched",
+    "lightning.pytorch.loops.fetchers:_DataFetcher.__init__.length",
+    "torch.utils.data.dataloader:_BaseDataLoaderIter.__init__._index_sampler",
     "lightning.pytorch.utilities.combined_loader:CombinedLoader.__init__._iterator",
     "lightning.pytorch.utilities.combined_loader:_MaxSizeCycle.__init__._consumed",
     "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint._generate_state_key",
@@ -536,6 +541,9 @@ class Doorway:
         self.strategy = trainer.strategy
         self.connector = trainer._checkpoint_connector
         self.sets_up = False
+        self._reading = False
+        self._watched: Any = None
+        self._batches_that_stepped: int | None = None
         self._steps_by_hand = StepsByHand()
         self._replaced: list[tuple[object, str]] = []
 
@@ -547,6 +555,7 @@ class Doorway:
     def close(self) -> None:
         """Take everything out."""
         self._steps_by_hand.close()
+        self._unwatch()
         for owner, name in self._replaced:
             with suppress(AttributeError):
                 delattr(owner, name)
@@ -601,16 +610,38 @@ class Doorway:
         self.replace(epoch_loop, "on_advance_end", after_batch)
         self.replace(fit_loop, "on_advance_end", after_epoch)
 
-    def resumes_between_batches(self, at_the_first_batch: bool) -> None:
-        """The state that is resumed was saved by ``between_batches``, so nothing of the batch or the epoch before is
-        left to do, which Lightning would do again.
+    def resume_epoch(self, settled: bool) -> None:
+        """The first epoch after a resume is about to begin, or to go on.
 
         Args:
-            at_the_first_batch: the first training batch is about to be read; otherwise an epoch is about to begin.
+            settled: whether the state was saved by ``between_batches``, so that nothing of the batch or the epoch
+                before it is left to do, which Lightning would do again.
         """
-        progress = self.trainer.fit_loop.epoch_progress.current
-        if at_the_first_batch or progress.ready == progress.completed:
-            _Loop.restarting.fset(self.trainer.fit_loop, False)  # type: ignore[attr-defined]  # past the loop's setter
+        fit_loop = self.trainer.fit_loop
+        progress = fit_loop.epoch_progress.current
+        self._batches_that_stepped = fit_loop.epoch_loop._batches_that_stepped if settled else None
+        if fit_loop.restarted_on_epoch_start:
+            progress.ready += 1  # it had been about to begin
+        elif fit_loop.restarted_mid_epoch:
+            bar = self.trainer.progress_bar_callback
+            if bar is not None:  # it learns the length of the epoch
+                bar.on_train_epoch_start(self.trainer, self.trainer.lightning_module)
+        if fit_loop.restarted_on_epoch_start or (settled and progress.ready == progress.completed):
+            self._do_not_restart()
+
+    def resume_batches(self) -> None:
+        """The first batch after a resume is about to be read, of a state that was saved by ``between_batches``."""
+        if self._batches_that_stepped is not None:
+            self.trainer.fit_loop.epoch_loop._batches_that_stepped = self._batches_that_stepped
+            self._do_not_restart()
+
+    def _do_not_restart(self) -> None:
+        _Loop.restarting.fset(self.trainer.fit_loop, False)  # type: ignore[attr-defined]  # past the loop's own setter
+
+    @property
+    def stop_is_wanted(self) -> bool:
+        """Whether somebody has set ``trainer.should_stop``, which has to wait for ``min_epochs`` or ``min_steps``."""
+        return bool(self.trainer.should_stop) and not self.trainer.fit_loop._can_stop_early
 
     def stopped_early(self) -> str | None:
         """Why the run that is resumed had been stopped by an ``EarlyStopping``; None where it had not."""
@@ -650,7 +681,15 @@ class Doorway:
 
     def batches_ahead(self) -> int:
         """How many batches the fit loop has read and not trained on."""
-        return len(getattr(self.trainer.fit_loop._data_fetcher, "batches", ()))
+        fit_loop = self.trainer.fit_loop
+        fetched = fit_loop._data_fetcher.fetched if fit_loop._data_fetcher is not None else 0
+        progress: Any = fit_loop.epoch_loop.batch_progress.current
+        return max(fetched - int(progress.processed), 0)
+
+    def reads_ahead(self) -> bool:
+        """Whether one more batch is read than is trained on, to know which is the last."""
+        fetcher = self.trainer.fit_loop._data_fetcher
+        return fetcher is not None and fetcher.length is None
 
     def cycled(self) -> list[bool]:
         """Which loaders have been through at least once in this epoch, where shorter ones are cycled."""
@@ -692,29 +731,75 @@ class Doorway:
                     return original(*args, **kwargs)
                 finally:
                     self.sets_up = False
+                    self._watch_reading()
 
             return setup_data
 
         self.replace(self.trainer.fit_loop, "setup_data", make)
 
-    def go_to_batch(self, left: int) -> None:
-        """Count as if ``left`` batches of this epoch were left; -1 for all of them."""
-        trainer = self.trainer
-        total = trainer.num_training_batches
-        current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-        number = 0 if left < 0 or total == math.inf else max(int(total) - left, 0)
-        current.ready = current.started = current.processed = current.completed = number
-        trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = False
+    def go_to_batch(self, done: int, left: int) -> None:
+        """Count as if ``done`` batches of this epoch had been trained on, or ``left`` were left, where all are read."""
+        fit_loop = self.trainer.fit_loop
+        total, everything = self.trainer.num_training_batches, [sized_len(one) for one in self.train_loaders()]
+        if left >= 0 and total != math.inf:
+            is_all = len(everything) == 1 and everything[0] == total
+            done = max(int(total) - left, 0) if is_all else min(done, int(total))
+        current: Any = fit_loop.epoch_loop.batch_progress.current
+        if fit_loop._data_fetcher is not None:
+            fit_loop._data_fetcher.fetched += done - current.ready
+        current.ready = current.started = current.processed = current.completed = done
+        fit_loop.epoch_loop.batch_progress.is_last_batch = False
 
-    def begin_reading(self) -> None:
-        """Make the iterators of the training loaders, which at start-up were left empty."""
+    def _watch_reading(self) -> None:
+        """Let ``reading`` tell whether it is the training loop that reads from its loaders."""
+        combined: Any = self.trainer.fit_loop._combined_loader
+        if combined is None or combined is self._watched:
+            return
+        cls, door = type(combined), self
+
+        def begin(loader: Any) -> Any:
+            with door._reads():
+                return cls.__iter__(loader)
+
+        def advance(loader: Any) -> Any:
+            with door._reads():
+                return cls.__next__(loader)
+
+        self._unwatch()
+        self._watched = combined
+        combined.__class__ = type(cls.__name__, (cls,), {"__iter__": begin, "__next__": advance})
+
+    def _unwatch(self) -> None:
+        if self._watched is not None:
+            self._watched.__class__ = type(self._watched).__mro__[1]
+            self._watched = None
+
+    @contextmanager
+    def _reads(self) -> Iterator[None]:
+        before, self._reading = self._reading, True
+        try:
+            yield
+        finally:
+            self._reading = before
+
+    @property
+    def reading(self) -> bool:
+        """Whether the training loop reads from its loaders now, or makes them."""
+        return self.sets_up or (self._reading and self.processes_training_data)
+
+    def leave_finished_epoch(self) -> None:
+        """Count from the start where the state was saved after the last batch of an epoch whose length nobody knew:
+        Lightning would look for more of it."""
         fit_loop, loop = self.trainer.fit_loop, self.trainer.fit_loop.epoch_loop
         if loop.batch_progress.is_last_batch and loop.batch_progress.current.ready and fit_loop.max_batches == math.inf:
-            # Saved after the last batch of an epoch whose length nobody knows: Lightning would look for more of it.
             loop.batch_progress.reset_on_run()
             loop.scheduler_progress.reset_on_run()
             loop.automatic_optimization.optim_progress.reset_on_run()
             loop.val_loop.batch_progress.total.reset()
+
+    def begin_reading(self) -> None:
+        """Make the iterators of the training loaders, which at start-up were left empty."""
+        fit_loop, loop = self.trainer.fit_loop, self.trainer.fit_loop.epoch_loop
         assert fit_loop._data_fetcher is not None
         iter(fit_loop._data_fetcher)
         fit_loop._data_fetcher.fetched += loop.batch_progress.current.ready
