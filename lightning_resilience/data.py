@@ -299,7 +299,8 @@ def track(loader: Any, guide: Guide) -> Any:
         """Copies and pickles are of the user's class, and are not tracked."""
         twin: Any = cls.__new__(cls)  # type: ignore[call-overload]
         vars(twin).update({name: value for name, value in vars(self).items() if name != _ATTRIBUTE})
-        return twin.__reduce_ex__(protocol)
+        how, *rest = twin.__reduce_ex__(protocol)
+        return (_new if how.__name__ == "__newobj__" else how, *rest)
 
     members = {"__iter__": begin, "__reduce_ex__": reduce, "__module__": cls.__module__}
     try:
@@ -308,6 +309,10 @@ def track(loader: Any, guide: Guide) -> Any:
         return loader
     vars(loader)[_ATTRIBUTE] = Track(loader, guide)
     return loader
+
+
+def _new(cls: Any, *args: Any) -> Any:
+    return cls.__new__(cls, *args)
 
 
 def release(loader: Any) -> None:
@@ -349,6 +354,7 @@ class Track:
         self.origin: tuple[Order | None, int] | None = None
         self._before: deque[_Moment] = deque(maxlen=2)
         self._reads_ahead = False
+        self._made_with: dict[str, Any] | None = None
 
     # -- while training -----------------------------------------------------------------------------------------------
 
@@ -370,7 +376,7 @@ class Track:
     def before_batch(self) -> None:
         """A batch is about to be read."""
         if self.start is None:
-            self.start = self._generators()
+            self.start = {**self._generators(), "made_with": self._made_with}
         moment = _Moment(self.passes, self.count, self.start, dict(self.workers))
         if self._reads_ahead:
             moment.own, moment.parts = self._own_state(), states_of(self._parts())
@@ -431,7 +437,7 @@ class Track:
         if order is None or share["batch_size"] is None or (self.guide.ranks > 1 and not self._is_distributed()):
             return None
         with run_state.kept():
-            self._as_at_the_start(position)
+            self._as_at_the_start(position["start"])
             if position["start"]["seeded"] and not position["start"].get("again"):
                 torch.empty((), dtype=torch.int64).random_(generator=getattr(self._loader, "generator", None))
             everything = draw(order, self._loader)
@@ -500,6 +506,7 @@ class Track:
             getattr(loader, "sampler", None), DistributedSamplerWrapper
         ):
             return self._drawn_alike(make)
+        self._made_with = None if self._is_stock() else self._generators()
         self.start = self._generators() if _workers(loader) and self._is_stock() else None
         if self.start is not None:
             self.start |= {"seeded": True, "again": begun or bool(states)}
@@ -539,11 +546,13 @@ class Track:
         again = position["start"].get("again", False) or (not seeded and bool(workers))
         with run_state.kept():
             if seeded or (workers and self._is_stock()):
-                self._as_at_the_start(position)
+                self._as_at_the_start(position["start"])
+            elif position["start"]["made_with"] is not None:
+                self._as_at_the_start(position["start"]["made_with"])  # some draw all they need when they are made
             with self._equipped(states, skip, again, first=count if goes_on else 0):
                 iterator = iter(make())
             if not seeded and not (workers and self._is_stock()):
-                self._as_at_the_start(position)
+                self._as_at_the_start(position["start"])
             if not goes_on and not skip:
                 # Without workers only the indices are read; what has none is read itself.
                 if isinstance(loader, DataLoader) and not by_index:
@@ -580,12 +589,12 @@ class Track:
         cls: Any = type(self._loader).__mro__[1]
         return isinstance(self._loader, DataLoader) and cls.__iter__ is DataLoader.__iter__
 
-    def _as_at_the_start(self, position: Position) -> None:
+    def _as_at_the_start(self, start: dict[str, Any]) -> None:
         """The generators as they were when the order was drawn: as the iterator was made; without workers, at its first
         batch."""
-        run_state.restore(position["start"]["process"])
-        self._set_own_generators(position["start"]["own"])
-        restore_states(self._samplers(), position["start"]["samplers"])
+        run_state.restore(start["process"])
+        self._set_own_generators(start["own"])
+        restore_states(self._samplers(), start["samplers"])
 
     @contextmanager
     def _hearing_of_leftovers(self) -> Iterator[None]:
@@ -648,7 +657,7 @@ class Track:
     def _generators(self) -> dict[str, Any]:
         own = [generator.get_state() for generator in self._own_generators()]
         samplers = states_of(self._samplers())
-        return {"process": run_state.capture(), "own": own, "samplers": samplers, "seeded": False}
+        return {"process": run_state.capture(), "own": own, "samplers": samplers, "seeded": False, "made_with": None}
 
     def _own_generators(self) -> list[torch.Generator]:
         """``torch.Generator`` objects of the loader and its samplers, each once."""
