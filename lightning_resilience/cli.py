@@ -1,4 +1,4 @@
-"""The console command ``lightning-resilience``: look at checkpoints without loading them.
+"""The console command ``lightning-resilience``: look at checkpoints, and look after them, without loading them.
 
 Each command is two functions: one gathers a plain document, one renders that document as lines.  ``--json`` prints the
 document itself, and nothing else.  Every document carries ``ok``, which is also the exit code: 0 where it is true, 1
@@ -14,21 +14,23 @@ import json
 import os
 import shutil
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from lightning_resilience import store
+from lightning_resilience import housekeeping, store
 from lightning_resilience._version import __version__
+from lightning_resilience.console import Meter, age, clean, count_of, human_size, table
 from lightning_resilience.errors import (
     CheckpointCorrupt,
     CheckpointIncompatible,
     CheckpointNotFound,
     ResilienceError,
+    SetupError,
 )
+from lightning_resilience.housekeeping import is_url, open_url
 from lightning_resilience.manifest import (
     EXTENSION,
     MANIFEST,
@@ -39,8 +41,11 @@ from lightning_resilience.manifest import (
     WEIGHTS_ONLY,
     FileEntry,
     Manifest,
+    newest_first,
 )
-from lightning_resilience.tiers import LocalTier, local_path
+from lightning_resilience.remote import RemoteTier
+from lightning_resilience.retention import Keep, Ranking
+from lightning_resilience.tiers import LocalTier, Tier, local_path
 
 PROG = "lightning-resilience"
 READERS = 4
@@ -53,6 +58,7 @@ examples:
   lightning-resilience ls runs/7                              what is there, newest first
   lightning-resilience show runs/7/epoch=0-step=1200.ckpt     one checkpoint and its files
   lightning-resilience verify runs/7                          read every byte, compare it with what was saved
+  lightning-resilience pull s3://bucket/run7 runs/7           the newest one, from the cold tier
   lightning-resilience ls runs/7 --json | jq -r '.checkpoints[0].name'
 
 exit codes: 0 fine, 1 a problem was found, 2 wrong usage
@@ -91,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROG,
-        description="Look at the checkpoints of a training run without loading them.",
+        description="Look at the checkpoints of a training run, and look after them, without loading them.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -102,6 +108,12 @@ def _parser() -> argparse.ArgumentParser:
         epilog = f"example: {PROG} {name} {example}"
         command = commands.add_parser(name, help=help, description=description, epilog=epilog)
         command.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+        command.add_argument(
+            "--storage-options",
+            type=json.loads,
+            metavar="JSON",
+            help="options for URLs, as fsspec takes them; what the environment says is enough for most",
+        )
         return command
 
     command = add(
@@ -109,9 +121,10 @@ def _parser() -> argparse.ArgumentParser:
         "list checkpoints, newest first",
         "List the committed checkpoints of a run, newest first, and what cannot be used, with the cause. "
         "Reads manifests only: `verify` looks at the bytes.",
-        "runs/7",
+        "runs/7 --remote s3://bucket/run7",
     )
-    command.add_argument("path", metavar="ROOT", help="folder that holds the checkpoints (or one checkpoint)")
+    command.add_argument("path", metavar="ROOT", help="folder or URL that holds the checkpoints (or one checkpoint)")
+    command.add_argument("--remote", metavar="URL", help="cold tier: say for each checkpoint where it is")
     command.set_defaults(gather=ls, render=render_ls)
 
     command = add(
@@ -120,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
         "Show the manifest of one checkpoint, what it holds, and whether its files are there at their size.",
         "runs/7/epoch=0-step=1200.ckpt",
     )
-    command.add_argument("path", metavar="CKPT", help="folder of a checkpoint")
+    command.add_argument("path", metavar="CKPT", help="folder or URL of a checkpoint")
     command.set_defaults(gather=show, render=render_show)
 
     command = add(
@@ -130,9 +143,52 @@ def _parser() -> argparse.ArgumentParser:
         "runs/7",
     )
     command.add_argument(
-        "path", metavar="ROOT_OR_CKPT", help="folder that holds the checkpoints, or folder of one checkpoint"
+        "path", metavar="ROOT_OR_CKPT", help="folder or URL that holds the checkpoints, or of one checkpoint"
     )
     command.set_defaults(gather=verify, render=render_verify)
+
+    command = add(
+        "pull",
+        "copy a checkpoint from a cold tier to a folder",
+        "Copy a checkpoint from a cold tier to a folder, every byte checked; stock tools read it there.",
+        "s3://bucket/run7 runs/7",
+    )
+    command.add_argument("path", metavar="URL", help="cold tier, or one checkpoint in it")
+    command.add_argument("folder", metavar="DIR", help="folder that will hold the checkpoint's folder")
+    command.add_argument("--step", type=int, help="which one; the newest to resume from if not given")
+    command.set_defaults(gather=pull, render=render_copies)
+
+    command = add(
+        "push",
+        "copy checkpoints from a folder to a cold tier",
+        "Copy the checkpoints of a folder that a cold tier does not have to it, every byte checked.",
+        "runs/7 s3://bucket/run7",
+    )
+    command.add_argument("path", metavar="DIR", help="folder that holds the checkpoints, or of one checkpoint")
+    command.add_argument("url", metavar="URL", help="cold tier")
+    command.add_argument("--step", type=int, help="only the one of this step")
+    command.set_defaults(gather=push, render=render_copies)
+
+    command = add(
+        "prune",
+        "remove what a rule does not keep",
+        "Judge the checkpoints of a folder or a cold tier by a rule, say why each stays or goes, and remove what goes.",
+        "runs/7 --last 3 --milestones 10000 --dry-run",
+    )
+    command.add_argument("path", metavar="ROOT", help="folder or URL that holds the checkpoints")
+    command.add_argument("--last", type=int, default=3, help="how many of the newest stay (3)")
+    command.add_argument("--top-k", type=int, help="how many of the best by --monitor stay besides")
+    command.add_argument("--monitor", help="metric for --top-k")
+    command.add_argument("--mode", choices=("min", "max"), default="min", help="which scores are best (min)")
+    command.add_argument("--milestones", type=int, help="one checkpoint for each multiple of so many steps stays")
+    command.add_argument("--max-bytes", type=int, help="size of all that stay together")
+    command.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    command.set_defaults(gather=prune, render=render_prune)
+
+    for name, does in (("pin", "let no rule remove a checkpoint"), ("unpin", "let rules remove a checkpoint again")):
+        command = add(name, does, f"{does.capitalize()}.", "runs/7/epoch=0-step=1200.ckpt")
+        command.add_argument("path", metavar="CKPT", help="folder or URL of a checkpoint")
+        command.set_defaults(gather=pin, render=render_pin, pinned=name == "pin")
     return parser
 
 
@@ -141,7 +197,7 @@ def _answer(options: argparse.Namespace) -> tuple[int, list[str]]:
     if reconfigure := getattr(sys.stdout, "reconfigure", None):
         reconfigure(errors="backslashreplace")  # a name or a reason that the terminal cannot show is not a crash
     try:
-        document: Document = options.gather(local_path(options.path).absolute())
+        document: Document = options.gather(options)
     except (ResilienceError, OSError) as error:
         document = _failure(error)
         print("\n".join(filter(None, (f"{PROG}: {document['message']}", document["hint"]))), file=sys.stderr)
@@ -166,7 +222,7 @@ def _failure(error: ResilienceError | OSError) -> Document:
 class Found:
     """What lies at a path: committed checkpoints, folders with a problem, and what is only mentioned."""
 
-    tier: LocalTier
+    tier: Tier
     committed: dict[str, Manifest] = field(default_factory=dict)
     broken: dict[str, ResilienceError] = field(default_factory=dict)
     leftovers: list[str] = field(default_factory=list)
@@ -177,13 +233,16 @@ class Found:
         return {"leftovers": self.leftovers, "stock": self.stock}
 
 
-def find(path: Path) -> Found:
-    """Look at a run folder, or at one checkpoint, which is then all that is found.
+def find(options: argparse.Namespace) -> Found:
+    """Look at a run folder or URL, or at one checkpoint, which is then all that is found.
 
     Raises:
         CheckpointNotFound: nothing is there, or a file.
-        CheckpointUncommitted: ``path`` itself is what a save or a removal left unfinished.
+        CheckpointUncommitted: it is what a save or a removal left unfinished.
     """
+    if is_url(options.path):
+        return _find_remote(options.path, options.storage_options)
+    path = local_path(options.path).absolute()
     if _names_a_checkpoint(path):
         try:
             tier, name, manifest = store.open_checkpoint(path)
@@ -207,6 +266,18 @@ def find(path: Path) -> Found:
     return found
 
 
+def _find_remote(url: str, storage: dict[str, Any] | None) -> Found:
+    tier, name = open_url(url, storage)
+    if name is None:
+        listing = store.list_checkpoints(tier)
+        committed = {name: listing.committed[name] for name in listing.newest_first()}
+        return Found(tier, committed, listing.unusable)
+    try:
+        return Found(tier, {name: store.read_manifest(tier, name)})
+    except (CheckpointCorrupt, CheckpointIncompatible) as error:
+        return Found(tier, broken={name: error})
+
+
 def _names_a_checkpoint(path: Path) -> bool:
     folder = path.name.endswith(EXTENSION) or PARTIAL in path.name or REMOVED in path.name
     return (folder and not path.is_file()) or (path / MANIFEST).exists()
@@ -221,13 +292,25 @@ def _not_a_folder(path: Path) -> CheckpointNotFound:
 # -- ls ---------------------------------------------------------------------------------------------------------------
 
 
-def ls(path: Path) -> Document:
-    """The checkpoints of a run, newest first, and what cannot be used."""
-    found = find(path)
+def ls(options: argparse.Namespace) -> Document:
+    """The checkpoints of a run, newest first, and what cannot be used; where each is, if a cold tier is given too."""
+    found = find(options)
+    cold: dict[str, Manifest] = {}
+    if options.remote is not None:
+        there = _find_remote(options.remote, options.storage_options)
+        cold = there.committed
+        found.broken |= {there.tier.where(name): error for name, error in there.broken.items()}
+    everything = {**cold, **found.committed}
     return {
         "ok": not found.broken,
-        "root": str(found.tier.root),
-        "checkpoints": [_summary(name, manifest) for name, manifest in found.committed.items()],
+        "root": found.tier.where(),
+        "checkpoints": [
+            {
+                **_summary(name, everything[name]),
+                "tiers": [tier for tier, has in (("hot", found.committed), ("cold", cold)) if name in has],
+            }
+            for name in newest_first(everything)
+        ],
         "unusable": [{"name": name, **_failure(error)} for name, error in found.broken.items()],
         **found.mentioned(),
     }
@@ -242,10 +325,12 @@ def _summary(name: str, manifest: Manifest) -> Document:
 
 def render_ls(document: Document, width: int | None, now: datetime) -> Iterator[str]:
     """A table, what is wrong, what is only mentioned."""
+    several = any("cold" in ckpt["tiers"] for ckpt in document["checkpoints"])
     rows = [
         {
             "NAME": ckpt["name"],
             "STEP": str(ckpt["step"]),
+            "TIERS": "+".join(ckpt["tiers"]) if ckpt["tiers"] != ["hot"] or several else "",
             "EPOCH": str(ckpt["epoch"]),
             "AGE": age(ckpt["created"], now),
             "SIZE": human_size(ckpt["size"]),
@@ -280,19 +365,34 @@ def _mentions(document: Document) -> Iterator[str]:
 # -- show -------------------------------------------------------------------------------------------------------------
 
 
-def show(path: Path) -> Document:
-    """One checkpoint: its manifest, what it holds, and which of its files are not there at their size."""
+def one_checkpoint(options: argparse.Namespace) -> tuple[LocalTier | RemoteTier, str, Manifest]:
+    """The checkpoint at a path or URL.
+
+    Raises:
+        CheckpointNotFound, CheckpointUncommitted, CheckpointCorrupt: it is none; says what is there.
+    """
+    if is_url(options.path):
+        remote, name = open_url(options.path, options.storage_options)
+        if name is None:
+            raise CheckpointNotFound(f"{options.path!r} is not a checkpoint.", hint=store.available(remote))
+        return remote, name, store.read_manifest(remote, name)
+    path = local_path(options.path).absolute()
     if path.is_file():
         raise _not_a_folder(path)
     if path.is_dir() and not _names_a_checkpoint(path):
         raise CheckpointNotFound(f"{str(path)!r} is not a checkpoint.", hint=store.available(LocalTier(path)))
-    tier, name, manifest = store.open_checkpoint(path)
+    return store.open_checkpoint(path)
+
+
+def show(options: argparse.Namespace) -> Document:
+    """One checkpoint: its manifest, what it holds, and which of its files are not there at their size."""
+    tier, name, manifest = one_checkpoint(options)
     problems = _problems(manifest, [store.size_problem(tier, name, entry) for entry in manifest])
     return {
         **manifest.to_dict(),
         "ok": not problems,
         "name": name,
-        "path": str(tier.path(name)),
+        "path": tier.where(name),
         "size": manifest.size,
         "holds": _holds(manifest),
         "problems": problems,
@@ -306,11 +406,11 @@ def _holds(manifest: Manifest) -> list[str]:
     ranks = [name for name in names if name.startswith("rank_")]
     weights_only = WEIGHTS_ONLY in manifest.labels
     parts = {
-        f"tensors in {_count(len(shards), 'shard file')}, {human_size(sum(entry.size for entry in shards))}"
+        f"tensors in {count_of(len(shards), 'shard file')}, {human_size(sum(entry.size for entry in shards))}"
         + (" (weights only)" if weights_only else ""): shards,
         "planning record": METADATA in names,
         "trainer state": META in names,
-        f"state of {_count(len(ranks), 'rank')}": ranks,
+        f"state of {count_of(len(ranks), 'rank')}": ranks,
     }
     return [part for part, there in parts.items() if there]
 
@@ -357,15 +457,15 @@ def render_show(document: Document, width: int | None, now: datetime) -> Iterato
 # -- verify -----------------------------------------------------------------------------------------------------------
 
 
-def verify(path: Path) -> Document:
+def verify(options: argparse.Namespace) -> Document:
     """Every file of every checkpoint, read and compared with its manifest."""
-    found = find(path)
+    found = find(options)
     work = [(name, entry) for name, manifest in found.committed.items() for entry in manifest]
     answers = iter(_read_all(found.tier, work))
     checkpoints = []
     for name, manifest in found.committed.items():
         problems = _problems(manifest, [next(answers) for _ in manifest])
-        if problems and not found.tier.path(name).exists():
+        if problems and not found.tier.exists(name):
             continue  # retention of a run that is going on took it while we were reading
         checkpoints.append(
             {
@@ -382,17 +482,17 @@ def verify(path: Path) -> Document:
         checkpoints.append({"name": name, "ok": False, "step": None, "files": 0, "size": 0, "problems": [problem]})
     return {
         "ok": all(ckpt["ok"] for ckpt in checkpoints),
-        "root": str(found.tier.root),
+        "root": found.tier.where(),
         "checkpoints": checkpoints,
         **found.mentioned(),
     }
 
 
-def _read_all(tier: LocalTier, work: list[tuple[str, FileEntry]]) -> list[str | None]:
+def _read_all(tier: Tier, work: list[tuple[str, FileEntry]]) -> list[str | None]:
     """The problem of each file, or None, in the order of ``work``."""
     from concurrent.futures import ThreadPoolExecutor  # not at the top: `ls` does without
 
-    meter = Meter(sum(entry.size for _, entry in work), sys.stderr)
+    meter = Meter(sum(entry.size for _, entry in work), sys.stderr, "verified")
     pool = ThreadPoolExecutor(READERS, thread_name_prefix="verify")
     try:
         futures = [pool.submit(store.content_problem, tier, name, entry) for name, entry in work]
@@ -414,7 +514,7 @@ def render_verify(document: Document, width: int | None, now: datetime) -> Itera
     """A line a checkpoint, its problems under it, and a sum."""
     for ckpt in document["checkpoints"]:
         if ckpt["ok"]:
-            yield clean(f"ok       {ckpt['name']}: {_count(ckpt['files'], 'file')}, {human_size(ckpt['size'])}")
+            yield clean(f"ok       {ckpt['name']}: {count_of(ckpt['files'], 'file')}, {human_size(ckpt['size'])}")
         else:
             yield clean(f"PROBLEM  {ckpt['name']}")
             yield from (clean(f"         {item['problem']}") for item in ckpt["problems"])
@@ -422,131 +522,11 @@ def render_verify(document: Document, width: int | None, now: datetime) -> Itera
     if not total:
         yield f"No checkpoints in {document['root']}."
     elif bad:
-        yield f"{bad} of {_count(total, 'checkpoint')} {'has' if bad == 1 else 'have'} a problem."
+        yield f"{bad} of {count_of(total, 'checkpoint')} {'has' if bad == 1 else 'have'} a problem."
     else:
         size = human_size(sum(ckpt["size"] for ckpt in document["checkpoints"]))
-        yield f"{_count(total, 'checkpoint')} verified, {size}."
+        yield f"{count_of(total, 'checkpoint')} verified, {size}."
     yield from _mentions(document)
-
-
-class Meter:
-    """Progress of long work: a bar that is drawn over itself on a terminal, a plain line now and then elsewhere.
-
-    Args:
-        total: bytes to do.
-        stream: where to show it.
-        clock: seconds; monotonic.
-    """
-
-    BAR_SECONDS, LINE_SECONDS = 0.1, 10.0
-    CELLS = 24
-
-    def __init__(self, total: int, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
-        self.total, self.stream, self.clock = total, stream, clock
-        self.done = 0
-        self.bar = stream.isatty()
-        self.begun = self.shown = clock()
-
-    def advance(self, count: int, what: str) -> None:
-        """``count`` more bytes are done; they were those of ``what``."""
-        self.done += count
-        now = self.clock()
-        if now - self.shown < (self.BAR_SECONDS if self.bar else self.LINE_SECONDS):
-            return
-        self.shown = now
-        share = self.done / self.total if self.total else 1.0
-        speed = human_size(self.done / max(now - self.begun, 1e-9))
-        text = f"{share:4.0%}  {human_size(self.done)} of {human_size(self.total)}, {speed}/s  {clean(what)}"
-        if self.bar:
-            filled = round(share * self.CELLS)
-            columns = shutil.get_terminal_size().columns
-            line = fit(f"[{'#' * filled}{'-' * (self.CELLS - filled)}] {text}", columns - 1)
-            self.stream.write(f"\r\x1b[K{line}")
-        else:
-            self.stream.write(f"verified {text.strip()}\n")
-        self.stream.flush()
-
-    def close(self) -> None:
-        """Take the bar away."""
-        if self.bar:
-            self.stream.write("\r\x1b[K")
-            self.stream.flush()
-
-
-# -- text -------------------------------------------------------------------------------------------------------------
-
-
-def table(rows: list[dict[str, str]], width: int | None, right: Sequence[str] = ()) -> Iterator[str]:
-    """Rows under their keys, in columns; columns without any value are left out.
-
-    Args:
-        rows: one dict a row, all with the same keys; the first column is never shortened.  No rows, no table.
-        width: columns of the terminal: the last columns are shortened to fit, or left out; None for no limit.
-        right: keys of the columns that are aligned to the right.
-    """
-    if not rows:
-        return
-    cells = [{key: clean(value) for key, value in row.items()} for row in rows]
-    used = [key for key in rows[0] if any(row[key] for row in cells)]
-    widths = {key: max(len(key), *(len(row[key]) for row in cells)) for key in used}
-    if width is not None:
-        widths = _narrow(widths, width)
-    for row in ({key: key for key in widths}, *cells):
-        texts = (
-            fit(row[key], size).rjust(size) if key in right else fit(row[key], size).ljust(size)
-            for key, size in widths.items()
-        )
-        yield "  ".join(texts).rstrip()
-
-
-def _narrow(widths: dict[str, int], width: int) -> dict[str, int]:
-    """Shorten columns from the last one to the left, to ten characters at least, then leave them out, until all fit."""
-    widths = dict(widths)
-
-    def surplus() -> int:
-        return sum(widths.values()) + 2 * (len(widths) - 1) - width
-
-    names = list(widths)[:0:-1]
-    for name in names:
-        widths[name] -= max(0, min(surplus(), widths[name] - 10))
-    for name in names:
-        if surplus() > 0:
-            del widths[name]
-    return widths
-
-
-def fit(text: str, size: int) -> str:
-    """``text``, or its beginning and an ellipsis where it is longer than ``size``."""
-    return text if len(text) <= size else text[: max(size - 1, 0)] + "…"
-
-
-def clean(text: str) -> str:
-    """``text`` on one line and without control characters: a name must not redraw somebody's terminal."""
-    return "".join(char if char.isprintable() else " " for char in text).rstrip()
-
-
-def human_size(size: float) -> str:
-    """Bytes for people: ``1.2 GiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-
-
-def age(created: str, now: datetime) -> str:
-    """How long ago ``created`` (as in the manifest) was, to one unit; ``created`` itself where that cannot be said."""
-    try:
-        then = datetime.strptime(created, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
-    except ValueError:
-        return created
-    seconds = int((now - then).total_seconds())
-    if seconds < 0:
-        return created  # the clock that wrote it is ahead of ours
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds // length} {unit}"
-    return f"{seconds} s"
 
 
 def _metrics(metrics: dict[str, float | str]) -> str:
@@ -555,8 +535,119 @@ def _metrics(metrics: dict[str, float | str]) -> str:
     )
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+# -- pull, push, prune, pin -------------------------------------------------------------------------------------------
+
+
+def pull(options: argparse.Namespace) -> Document:
+    """Copy a checkpoint from a cold tier."""
+    tier, name = housekeeping.open_url(options.path, options.storage_options)
+    if name is None:
+        committed = store.list_checkpoints(tier).committed
+        name = housekeeping.choose(committed, options.step, tier.where())
+        manifest = committed[name]
+    else:
+        manifest = store.read_manifest(tier, name)
+    target = LocalTier(local_path(options.folder).absolute())
+    meter = Meter(manifest.size, sys.stderr, "fetched")
+    try:
+        size = housekeeping.pull(tier, name, manifest, target, meter.advance)
+    finally:
+        meter.close()
+    return _copies(tier, target, [(name, manifest, size)])
+
+
+def push(options: argparse.Namespace) -> Document:
+    """Copy checkpoints to a cold tier."""
+    found = find(options)
+    assert isinstance(found.tier, LocalTier)
+    names = list(reversed(found.committed))
+    if options.step is not None:
+        names = [housekeeping.choose(found.committed, options.step, found.tier.where())]
+    if not names:
+        raise CheckpointNotFound(f"There are no checkpoints in {found.tier.where()!r}.")
+    target = RemoteTier(options.url, options.storage_options)
+    target.probe()
+    meter = Meter(sum(found.committed[name].size for name in names), sys.stderr, "sent")
+    copied = []
+    try:
+        for name in names:
+            manifest = found.committed[name]
+            copied.append((name, manifest, housekeeping.push(found.tier, name, manifest, target, meter.advance)))
+    finally:
+        meter.close()
+    return _copies(found.tier, target, copied)
+
+
+def _copies(source: Tier, target: Tier, copied: list[tuple[str, Manifest, int]]) -> Document:
+    return {
+        "ok": True,
+        "from": source.where(),
+        "to": target.where(),
+        "checkpoints": [
+            {"name": name, "step": manifest.step, "size": manifest.size, "copied": size}
+            for name, manifest, size in copied
+        ],
+    }
+
+
+def render_copies(document: Document, width: int | None, now: datetime) -> Iterator[str]:
+    """A line a checkpoint."""
+    for ckpt in document["checkpoints"]:
+        how = f"copied {human_size(ckpt['copied'])}" if ckpt["copied"] else "was there already"
+        yield clean(f"{ckpt['name']}: {how}")
+    yield clean(f"{document['from']} -> {document['to']}")
+
+
+def prune(options: argparse.Namespace) -> Document:
+    """Judge checkpoints by a rule, and remove what goes."""
+    if options.top_k is not None and options.monitor is None:
+        raise SetupError("--top-k ranks checkpoints, and there is no --monitor to rank them by.")
+    keep = Keep(options.last, options.top_k, options.milestones, options.max_bytes)
+    ranking = Ranking(options.monitor, options.mode) if options.monitor is not None else None
+    tier: LocalTier | RemoteTier
+    if is_url(options.path):
+        tier = RemoteTier(options.path, options.storage_options)
+    else:
+        path = local_path(options.path).absolute()
+        if not path.is_dir():
+            raise _not_a_folder(path)
+        tier = LocalTier(path)
+    verdicts = housekeeping.prune(tier, keep, ranking, dry_run=options.dry_run)
+    return {
+        "ok": True,
+        "root": tier.where(),
+        "dry_run": options.dry_run,
+        "checkpoints": [
+            {"name": verdict.name, "keep": verdict.keep, "reasons": list(verdict.reasons)} for verdict in verdicts
+        ],
+    }
+
+
+def render_prune(document: Document, width: int | None, now: datetime) -> Iterator[str]:
+    """A line a checkpoint, with the reasons."""
+    going = "would go" if document["dry_run"] else "removed"
+    rows = [
+        {
+            "VERDICT": "stays" if ckpt["keep"] else going,
+            "NAME": ckpt["name"],
+            "REASONS": "; ".join(ckpt["reasons"]),
+        }
+        for ckpt in document["checkpoints"]
+    ]
+    yield from table(rows, width) if rows else [f"No checkpoints in {document['root']}."]
+
+
+def pin(options: argparse.Namespace) -> Document:
+    """Pin a checkpoint, or unpin it."""
+    tier, name, manifest = one_checkpoint(options)
+    changed = housekeeping.label(tier, name, manifest, pinned=options.pinned)
+    return {"ok": True, "name": name, "pinned": options.pinned, "changed": changed}
+
+
+def render_pin(document: Document, width: int | None, now: datetime) -> Iterator[str]:
+    """One line."""
+    state = "pinned" if document["pinned"] else "not pinned"
+    yield clean(f"{document['name']} is {state}{'' if document['changed'] else ' already'}.")
 
 
 if __name__ == "__main__":

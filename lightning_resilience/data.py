@@ -422,9 +422,9 @@ class Track:
         if order["samples"] != sized_len(self._loader.dataset):
             return f"there are {sized_len(self._loader.dataset)} samples, and were {order['samples']}"
         live = self._order()
-        if position["share"] == share_of(self._loader, self.guide.ranks) and not position["offset"]:
-            if live is None or kind_of(live) != kind_of(order):
-                return "their sampler is another one"
+        goes_on_as_it_was = position["share"] == share_of(self._loader, self.guide.ranks) and not position["offset"]
+        if goes_on_as_it_was and (live is None or kind_of(live) != kind_of(order)):
+            return "their sampler is another one"
         return None
 
     def deal(self, position: Position, share: Share) -> Position | None:

@@ -1,0 +1,161 @@
+"""What the command line changes: copies between a folder and a cold tier, removals, labels.  No torch.
+
+Each copy is made as a save is: files first, each checked on its way, the manifest last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from lightning_resilience import store
+from lightning_resilience.errors import CheckpointNotFound, SetupError
+from lightning_resilience.manifest import (
+    EXTENSION,
+    HEALTHY,
+    MANIFEST,
+    PARTIAL,
+    PINNED,
+    WEIGHTS_ONLY,
+    FileEntry,
+    Manifest,
+    newest_first,
+)
+from lightning_resilience.remote import RemoteTier
+from lightning_resilience.retention import Keep, Ranking, Verdict, judge
+from lightning_resilience.tiers import LocalTier, Tier
+
+COPIES = 4
+"""Files that are copied at once."""
+
+Told = Callable[[int, str], None]
+"""Hears of bytes that are done, and of which checkpoint."""
+
+
+def is_url(text: str) -> bool:
+    """Whether a path is one of an object store."""
+    return "://" in text and not text.startswith("file://")
+
+
+def open_url(url: str, storage_options: Mapping[str, Any] | None) -> tuple[RemoteTier, str | None]:
+    """The tier behind a URL, and the checkpoint's name where it is the URL of one."""
+    root, _, last = url.rstrip("/").rpartition("/")
+    if last.endswith(EXTENSION):
+        return RemoteTier(root, storage_options), last
+    return RemoteTier(url, storage_options), None
+
+
+def choose(committed: Mapping[str, Manifest], step: int | None, where: str) -> str:
+    """The checkpoint of a step, or else the newest that a run can resume from.
+
+    Raises:
+        CheckpointNotFound: there is none.
+    """
+    steps = ", ".join(str(committed[name].step) for name in newest_first(committed)) or "none"
+    for name in newest_first(committed):
+        manifest = committed[name]
+        resumable = manifest.health == HEALTHY and WEIGHTS_ONLY not in manifest.labels
+        if manifest.step == step or (step is None and resumable):
+            return name
+    wanted = "to resume from" if step is None else f"of step {step}"
+    raise CheckpointNotFound(f"There is no checkpoint {wanted} in {where!r}.", hint=f"Steps that are there: {steps}.")
+
+
+def pull(source: RemoteTier, name: str, manifest: Manifest, target: LocalTier, tell: Told) -> int:
+    """Copy a checkpoint from a cold tier to a folder; the bytes that had to be fetched.
+
+    Raises:
+        CheckpointCorrupt: a file is not what the manifest says.
+        SetupError: another checkpoint of that name is in the folder.
+    """
+    if target.exists(name):
+        _refuse_another(target, name, manifest)
+        if not store.verify(target, name, manifest):
+            return 0
+        raise SetupError(f"{target.where(name)!r} is there, and damaged.", hint="Move it away, then pull again.")
+    target.check_writable()
+    partial = f"{name}{PARTIAL}{uuid.uuid4().hex[:12]}-0"
+    target.begin(partial)
+    with target.hold(partial):
+        try:
+
+            def fetch(entry: FileEntry) -> None:
+                source.fetch(store.holder(name, entry), entry, target.path(partial, entry.path))
+                tell(entry.size, name)
+
+            _each(fetch, manifest)
+            own = dataclasses.replace(
+                manifest, files=tuple(dataclasses.replace(entry, at=None) for entry in manifest.files)
+            )
+            store.commit(target, partial, name, own)
+        except BaseException:
+            target.discard(partial)
+            raise
+    return manifest.size
+
+
+def push(source: LocalTier, name: str, manifest: Manifest, target: RemoteTier, tell: Told) -> int:
+    """Copy a checkpoint from a folder to a cold tier; the bytes that had to be sent.
+
+    Raises:
+        CheckpointCorrupt: a file is not what the manifest says.
+        SetupError: another checkpoint of that name is there.
+    """
+    if MANIFEST in target.files(name):
+        _refuse_another(target, name, manifest)
+        return 0
+    sent: list[int] = []
+
+    def send(entry: FileEntry) -> None:
+        sent.append(target.send(name, entry, source.path(store.holder(name, entry), entry.path)))
+        tell(entry.size, name)
+
+    _each(send, manifest)
+    own = dataclasses.replace(manifest, files=tuple(dataclasses.replace(entry, at=None) for entry in manifest.files))
+    target.seal(name, own)
+    return sum(sent)
+
+
+def prune(tier: Tier, keep: Keep, ranking: Ranking | None, *, dry_run: bool) -> list[Verdict]:
+    """Judge all checkpoints of a tier, and remove what the rule gives up unless it is a dry run; the verdicts, newest
+    first."""
+    committed = store.list_checkpoints(tier).committed
+    verdicts = judge(committed, keep, ranking)
+    if not dry_run:
+        store.retain(tier, keep, ranking, committed=committed)
+    return verdicts
+
+
+def label(tier: LocalTier | RemoteTier, name: str, manifest: Manifest, *, pinned: bool) -> bool:
+    """Let retention leave a checkpoint alone, or no longer; whether that changed anything."""
+    labels = tuple(word for word in manifest.labels if word != PINNED) + ((PINNED,) if pinned else ())
+    if set(labels) == set(manifest.labels):
+        return False
+    changed = dataclasses.replace(manifest, labels=labels)
+    if isinstance(tier, RemoteTier):
+        tier.write(name, MANIFEST, changed.to_bytes())
+        return True
+    fresh = f".{MANIFEST}.{uuid.uuid4().hex[:8]}"
+    tier.write(name, fresh, changed.to_bytes())
+    os.replace(tier.path(name, fresh), tier.path(name, MANIFEST))
+    tier.sync(name)
+    return True
+
+
+def _refuse_another(tier: Tier, name: str, manifest: Manifest) -> None:
+    there = store.read_manifest(tier, name)
+    if (there.run, there.sequence) != (manifest.run, manifest.sequence):
+        raise SetupError(
+            f"{tier.where(name)!r} is another checkpoint: save {there.sequence} of run {there.run}, step {there.step}.",
+            hint="Copy to another place.",
+        )
+
+
+def _each(work: Callable[[FileEntry], None], manifest: Manifest) -> None:
+    with ThreadPoolExecutor(COPIES, thread_name_prefix="copy") as pool:
+        for done in [pool.submit(work, entry) for entry in manifest]:
+            done.result()
