@@ -300,15 +300,16 @@ class ResilientCheckpoint(ModelCheckpoint):
             timeout=self.save_timeout,
         )
         self.dirpath = self._agree_on_folder(trainer, session)
-        if stage != "fit" and not last_is_wanted:
-            return
+        if self._storage_options is not None:
+            session.storage_options.append(self._storage_options)
         tier = self._tier(self.dirpath)
         cold = RemoteTier(self.remote, self._storage_options) if self.remote is not None else None
         if stage == "fit":
             self._open(session, tier, cold)
+        place = session.place(tier, cold)
         if last_is_wanted:
             siblings = self._sibling_folders(tier.root) if isinstance(tier, LocalTier) else []
-            session.resume_last.append((session.place(tier, cold), siblings))
+            session.resume_last.append((place, siblings))
 
     def _tier(self, dirpath: str) -> LocalTier | RemoteTier:
         """Where saves go to."""

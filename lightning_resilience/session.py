@@ -22,12 +22,18 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_resilience import logged, run_state, store, trainer_state
 from lightning_resilience.data import DataPosition
 from lightning_resilience.engine import OVERDUE, Engine, Facts, Folder, Save, Snapshot
-from lightning_resilience.errors import CheckpointCorrupt, CheckpointIncompatible, CheckpointNotFound, SaveFailed
+from lightning_resilience.errors import (
+    CheckpointCorrupt,
+    CheckpointIncompatible,
+    CheckpointNotFound,
+    CheckpointUncommitted,
+    SaveFailed,
+)
 from lightning_resilience.manifest import MANIFEST, META, PINNED, WEIGHTS_ONLY, Manifest, rank_file
 from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.reader import CheckpointReader, canonical, load_trusted
 from lightning_resilience.remote import RemoteTier
-from lightning_resilience.resume import Place, Source, find_last, open_explicit
+from lightning_resilience.resume import Place, Source, find_last, open_explicit, verify_together
 from lightning_resilience.shards import PLAIN
 from lightning_resilience.strategies import Doorway, edits_loaded_state, family_of, raw_optimizer
 from lightning_resilience.tiers import LocalTier, local_path
@@ -65,6 +71,10 @@ class Session:
         """Where to look for ``ckpt_path="last"``, filled by callbacks that were asked for it: a place, and folders."""
         self.between_batches: list[Callable[[int, bool], None]] = []
         """Called after each batch with its epoch and whether that has ended; see ``Doorway.between_batches``."""
+        self.cold_places: dict[str, Place] = {}
+        """By URL, the places that have a cold tier behind them."""
+        self.storage_options: list[dict[str, Any]] = []
+        """What callbacks were given for their URLs."""
         self._on_unrestorable = "raise"
         self._restores_optimizers = True
         self._scratches: list[LocalTier] = []
@@ -169,10 +179,16 @@ class Session:
             tier: what is saved to; what has no local folder gets one for as long as this session lasts.
             cold: what is behind it.
         """
+        cold = tier if isinstance(tier, RemoteTier) else cold
         if isinstance(tier, RemoteTier):
-            return Place(*self._scratch(), cold=tier)
-        folder = self.folders.get(tier.where())
-        return Place.shared(self.ranks, tier, cold) if folder is None else Place(tier, folder.sharing, cold)
+            place = Place(*self._scratch(), cold=cold)
+        elif (folder := self.folders.get(tier.where())) is not None:
+            place = Place(tier, folder.sharing, cold)
+        else:
+            place = Place.shared(self.ranks, tier, cold)
+        if cold is not None:
+            self.cold_places[cold.where()] = place
+        return place
 
     def _scratch(self) -> tuple[LocalTier, tuple[int, ...]]:
         """A folder on this machine for what is fetched, and the ranks that share it."""
@@ -369,7 +385,7 @@ class Session:
             return None
         text: str = self.ranks.broadcast(os.fspath(checkpoint_path))
         if "://" in text and not text.startswith("file://"):
-            return text
+            return self._from_url(text)
         path = local_path(text).absolute()
         if path.is_file() and (path.parent / MANIFEST).is_file():
             raise CheckpointNotFound(f"{text!r} is a file of a checkpoint.", hint=f"Give {str(path.parent)!r}.")
@@ -381,6 +397,26 @@ class Session:
             assert isinstance(tier, LocalTier)
             return open_explicit(self.ranks, tier.path(path.name), self.place(tier))
         return str(path) if path.is_file() else open_explicit(self.ranks, path)
+
+    def _from_url(self, url: str) -> Source | str:
+        """The checkpoint at a URL; the URL itself where stock Lightning can load what is there."""
+        root, _, name = url.rstrip("/").rpartition("/")
+        place = self.cold_places.get(root)
+        if place is None:
+            options = next(iter(self.storage_options), None)
+            place = self.place(RemoteTier(root, options))
+        cold = place.cold
+        assert cold is not None
+        found = self.ranks.broadcast(attempt(lambda: store.read_manifest(cold, name)) if self.ranks.rank == 0 else None)
+        if isinstance(found, Manifest):
+            return verify_together(self.ranks, place, name, found)
+        if isinstance(found, (CheckpointNotFound, CheckpointUncommitted)):
+            is_file = self.ranks.broadcast(self.ranks.rank == 0 and cold.objects.stat(name) is not None)
+            if is_file:
+                return url
+            raise type(found)(found.message, hint=self.ranks.broadcast(store.available(cold)))
+        assert isinstance(found, BaseException)
+        raise found
 
     def _places_to_search(self) -> list[Place]:
         others: list[str] = self.ranks.broadcast([path for _, paths in self.resume_last for path in paths])

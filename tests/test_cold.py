@@ -15,7 +15,16 @@ import lightning as L
 import pytest
 
 from forks import run_forks, start_forks
-from lightning_resilience import EverySteps, Keep, ResilientCheckpoint, SetupError, TierDenied, TierUnavailable, store
+from lightning_resilience import (
+    CheckpointNotFound,
+    EverySteps,
+    Keep,
+    ResilientCheckpoint,
+    SetupError,
+    TierDenied,
+    TierUnavailable,
+    store,
+)
 from lightning_resilience.manifest import MANIFEST, Manifest
 from lightning_resilience.objects import FsspecObjects
 from lightning_resilience.remote import RemoteTier
@@ -370,3 +379,19 @@ def test_run_saves_to_a_url_and_goes_on_from_it_without_a_folder(tmp_path: Path,
 def test_url_is_not_both_the_folder_and_the_cold_tier() -> None:
     with pytest.raises(SetupError, match="is a URL already"):
         ResilientCheckpoint("memory://a", remote="memory://b")
+
+
+def test_explicit_url_of_a_checkpoint_is_resumed(tmp_path: Path) -> None:
+    fit(tmp_path)
+    for hot in ("hot", "other"):
+        model = TinyModel()
+        checkpoint = ResilientCheckpoint(
+            tmp_path / hot, schedule=EverySteps(2), remote=f"local://{tmp_path}/{'cold' if hot == 'hot' else 'more'}"
+        )
+        trainer = make_trainer(tmp_path, settle(), checkpoint, max_steps=10, max_epochs=-1)
+        trainer.fit(model, data(64), ckpt_path=f"local://{tmp_path}/cold/epoch=0-step=6.ckpt")
+        assert model.history[0][0] == 6
+    assert not (tmp_path / "other" / "epoch=0-step=6.ckpt").exists()  # another run's: read, not taken in
+    trainer = make_trainer(tmp_path, ResilientCheckpoint(tmp_path / "third"))
+    with pytest.raises(CheckpointNotFound, match=r"has: .*step=10"):
+        trainer.fit(TinyModel(), data(64), ckpt_path=f"local://{tmp_path}/cold/epoch=0-step=7.ckpt")
