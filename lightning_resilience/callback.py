@@ -140,6 +140,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         remote_keep: Keep | None = None,
     ) -> None:
         self._given_dirpath = check_dirpath(dirpath)
+        check_remote(remote, storage_options, remote_keep, self._given_dirpath)
         check_choice("mode", mode, ("min", "max"))
         check_choice("on_save_error", on_save_error, ("warn", "raise"))
         check_choice("on_unrestorable", on_unrestorable, ("raise", "fresh"))
@@ -190,7 +191,6 @@ class ResilientCheckpoint(ModelCheckpoint):
         self.exact_data = exact_data
         self.restore_optimizers = restore_optimizers
         self.keep = self._the_keep(keep)
-        check_remote(remote, storage_options, remote_keep, self._given_dirpath)
         self.remote = remote
         self._storage_options = storage_options
         self.remote_keep = self._the_keep(remote_keep) if remote_keep is not None else self.keep

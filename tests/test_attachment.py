@@ -184,6 +184,10 @@ ARGUMENTS: dict[str, list[Any]] = {
     "on_unrestorable": ["fresh"],
     "save_timeout": [12.5],
     "exact_data": [False, True],
+    "restore_optimizers": [False],
+    "remote": ["memory://run7"],
+    "storage_options": [{"key": "k"}],
+    "remote_keep": [{"last": 2, "milestones": 1000}, {"last": 1, "milestones": [10, 20]}],
 }
 
 

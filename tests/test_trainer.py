@@ -559,7 +559,6 @@ def test_plugin_alone_gives_a_stock_callback_committed_folders(tmp_path: Path) -
         ({"save_top_k": 3}, "save_top_k=3"),
         ({"mode": "up"}, "mode='up'"),
         ({"dirpath": "nosuchfs://x"}, "nosuchfs"),
-        ({"dirpath": "memory://x"}, "memory://x"),
         ({"dirpath": __file__}, "is a file"),
     ],
 )
