@@ -18,10 +18,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
-from urllib.parse import urlsplit
 
 import xxhash
 
@@ -101,15 +101,20 @@ def open_objects(url: str, options: Mapping[str, Any] | None = None) -> Objects:
         SetupError: the URL cannot be one, or a package is missing for it.
     """
     options = dict(options or {})
-    parts = urlsplit(url)
-    if parts.scheme in ("s3", "s3a") and options.keys() <= S3Objects.OPTIONS:
-        if not parts.netloc:
+    scheme, _, rest = url.partition("://")
+    if scheme in ("s3", "s3a") and "@" in rest.partition("/")[0]:
+        raise SetupError(
+            f"{_without_secrets(url)!r}: credentials are not taken from a URL.", hint="Give storage_options=."
+        )
+    if scheme in ("s3", "s3a") and options.keys() <= S3Objects.OPTIONS:
+        bucket, _, prefix = rest.partition("/")
+        if not bucket:
             raise SetupError(f"{url!r} names no bucket.", hint="Use s3://bucket/folder.")
         try:
             import botocore.session  # noqa: F401
         except ImportError as error:
             raise SetupError(f"{url!r} needs s3fs: {error}.", hint="pip install s3fs") from error
-        return S3Objects(parts.netloc, parts.path.strip("/"), options)
+        return S3Objects(bucket, prefix.strip("/"), options)
     return FsspecObjects(url, options)
 
 
@@ -155,6 +160,14 @@ class Patience:
         return self.stop.wait(seconds)
 
 
+class _OfTheCaller(Exception):  # it carries an error rather than being one
+    """What a caller's own ``read`` or ``write`` raised: not a failure of the store, and not to be tried again."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class _Checked:
     """Reads content in order and makes sure, at the end, that it is what was meant."""
 
@@ -165,7 +178,10 @@ class _Checked:
         self._state = xxhash.xxh3_128()
 
     def __call__(self, start: int, length: int) -> bytes:
-        data = self._read(start, length)
+        try:
+            data = self._read(start, length)
+        except Exception as error:
+            raise _OfTheCaller(error) from error
         if len(data) != length:
             raise CheckpointCorrupt(f"{self._key} is shorter than it was.", problems=(f"{self._key}: truncated",))
         self._state.update(data)
@@ -177,6 +193,38 @@ class _Checked:
                 f"{self._key} has other content than was saved, so it is not sent on.",
                 problems=(f"{self._key}: digest differs",),
             )
+
+
+def _handing(write: Callable[[int, bytes], object]) -> Callable[[int, bytes], None]:
+    """``write``, whose errors stay its own."""
+
+    def hand(start: int, piece: bytes) -> None:
+        try:
+            write(start, piece)
+        except Exception as error:
+            raise _OfTheCaller(error) from error
+
+    return hand
+
+
+@contextmanager
+def _callers_errors() -> Iterator[None]:
+    """Let the caller see what its own code raised."""
+    try:
+        yield
+    except _OfTheCaller as wrapped:
+        raise wrapped.error from None
+
+
+def _all(pool: ThreadPoolExecutor, calls: Iterable[Callable[[], T]]) -> list[T]:
+    """What each call returns; once one fails, those that have not begun are left out."""
+    futures = [pool.submit(call) for call in calls]
+    try:
+        return [future.result() for future in futures]
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        raise
 
 
 def _parts(size: int) -> tuple[int, int]:
@@ -218,6 +266,7 @@ class S3Objects:
         self._extra = {**self._options.get("s3_additional_kwargs", {})}
         if self._options.get("requester_pays"):
             self._extra["RequestPayer"] = "requester"
+        self._everywhere = self._of(_EVERYWHERE)
         self._lock = threading.Lock()
         self._made: tuple[int, Any] | None = None
 
@@ -262,9 +311,11 @@ class S3Objects:
         """One request; with fresh credentials where those in hand are not taken any more."""
         for fresh in (False, True):
             try:
-                return getattr(self._client(), operation)(Bucket=self.bucket, **arguments)
+                return getattr(self._client(), operation)(Bucket=self.bucket, **self._everywhere, **arguments)
             except Exception as error:
-                if not fresh and _code(error) in _STALE:
+                # The answer to HEAD has no body, so it does not say what is wrong.
+                unsaid = operation == "head_object" and _code(error) in ("400", "403")
+                if not fresh and (unsaid or _code(error) in _STALE):
                     with self._lock:
                         self._made = None
                     continue
@@ -275,7 +326,7 @@ class S3Objects:
         """The same failure by what can be done about it, without what may be secret in it."""
         code = _code(error)
         what = f"{operation} of {self.url}{'/' + key.removeprefix(self.prefix) if key else ''}: {code}"
-        if code in ("NoSuchKey", "404", "NotFound"):
+        if code in ("NoSuchKey", "404", "NotFound") and operation in ("get_object", "head_object"):
             return FileNotFoundError(f"{what}.")
         if code == "NoSuchBucket":
             return TierDenied(f"There is no bucket {self.bucket!r} ({what}).", hint="Check remote= and its endpoint.")
@@ -285,22 +336,35 @@ class S3Objects:
             return TierUnavailable(f"{what}: the clock of this machine is wrong.", hint="Set it (NTP).")
         if code in ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "CredentialRetrievalError"):
             return TierDenied(f"{what}.", hint="Give storage_options, or the environment that boto looks into.")
-        if code in ("ParamValidationError", "InvalidBucketName", "InvalidRegionError", "ValueError", "NoRegionError"):
+        if code in (
+            "TypeError",
+            "ParamValidationError",
+            "InvalidBucketName",
+            "InvalidRegionError",
+            "ValueError",
+            "NoRegionError",
+        ):
             return SetupError(f"{what}.", hint="Check remote= and storage_options=.")
         return TierUnavailable(f"{what}.")
+
+    def _of(self, names: Iterable[str]) -> dict[str, Any]:
+        """Those of the additional arguments that a request takes."""
+        return {name: self._extra[name] for name in names if name in self._extra}
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def put(self, key: str, read: Read, size: int, digest: str) -> None:
         content = _Checked(key, read, digest)
-        describe = {"Metadata": {DIGEST: digest}, **self._extra}
+        own = {name: value for name, value in self._extra.items() if name not in _EVERYWHERE}
+        describe = {**own, "Metadata": {**own.get("Metadata", {}), DIGEST: digest}}
         part, most = _parts(size)
-        if size <= part:
-            data = content(0, size)
-            content.check()
-            self._call("put_object", Key=self.prefix + key, Body=data, **describe)
-        else:
-            self._put_parts(key, content, size, part, most, describe)
+        with _callers_errors():
+            if size <= part:
+                data = content(0, size)
+                content.check()
+                self._call("put_object", Key=self.prefix + key, Body=data, **describe)
+            else:
+                self._put_parts(key, content, size, part, most, describe)
         _check_size(key, self.stat(key), size)
 
     def _put_parts(
@@ -324,7 +388,9 @@ class S3Objects:
 
         def send(number: int, data: bytes) -> dict[str, Any]:
             try:
-                answer = self._call("upload_part", Key=full, UploadId=upload, PartNumber=number, Body=data)
+                answer = self._call(
+                    "upload_part", Key=full, UploadId=upload, PartNumber=number, Body=data, **self._of(_CUSTOMERS_KEY)
+                )
             finally:
                 room.release()
             checks = {name: answer[name] for name in _CHECKSUMS if name in answer}
@@ -348,8 +414,6 @@ class S3Objects:
                 UploadId=upload,
                 MultipartUpload={"Parts": sent},
             )
-        except FileNotFoundError:
-            raise
         except TierUnavailable:
             # Its answer may have been lost on the way: then the object is there.
             if self.stat(key) != Stat(size, digest):
@@ -360,52 +424,66 @@ class S3Objects:
             objects = [{"Key": self.prefix + key} for key in some]
             answer = self._call("delete_objects", Delete={"Objects": objects, "Quiet": True})
             for failure in answer.get("Errors", ()):
-                if failure.get("Code") not in ("NoSuchKey", "404"):
-                    raise TierUnavailable(f"{self.url}: an object could not be deleted: {failure.get('Code')}.")
+                code = failure.get("Code")
+                if code in _DENIED:
+                    raise TierDenied(
+                        f"{self.url}: an object may not be deleted: {code}.", hint="Allow s3:DeleteObject."
+                    )
+                if code not in ("NoSuchKey", "404"):
+                    raise TierUnavailable(f"{self.url}: an object could not be deleted: {code}.")
 
     def sweep(self) -> int:
-        answer = self._call("list_multipart_uploads", Prefix=self.prefix)
-        uploads = answer.get("Uploads", [])
-        for upload in uploads:
-            with suppress(FileNotFoundError, TierUnavailable):
-                self._call("abort_multipart_upload", Key=upload["Key"], UploadId=upload["UploadId"])
-        return len(uploads)
+        given_up: set[str] = set()
+        while True:  # the first page, until there is nothing new on it: not every store says where the next begins
+            page = self._call("list_multipart_uploads", Prefix=self.prefix)
+            uploads = [one for one in page.get("Uploads", []) if one["UploadId"] not in given_up]
+            if not uploads:
+                return len(given_up)
+            for upload in uploads:
+                given_up.add(upload["UploadId"])
+                with suppress(FileNotFoundError, TierUnavailable):
+                    self._call("abort_multipart_upload", Key=upload["Key"], UploadId=upload["UploadId"])
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        pieces: list[bytes] = []
-        self._read(key, start, stop, lambda _, piece: pieces.append(piece))
-        return b"".join(pieces)
+        pieces: dict[int, bytes] = {}
+        self._read(key, start, stop, pieces.__setitem__)
+        return b"".join(pieces[at] for at in sorted(pieces))
 
     def fetch(self, key: str, size: int, write: Callable[[int, bytes], object]) -> None:
         part, most = _parts(size)
-        starts = range(0, size, part)
-        with ThreadPoolExecutor(min(most, len(starts) or 1), "resilience-fetch") as pool:
-            for done in [pool.submit(self._read, key, at, min(at + part, size), write) for at in starts]:
-                done.result()
+        hand, starts = _handing(write), range(0, size, part)
 
-    def _read(self, key: str, start: int, stop: int | None, write: Callable[[int, bytes], object]) -> None:
-        """One range, in pieces; what is missing after an interruption is asked for again."""
+        def piece(start: int) -> None:
+            stop = min(start + part, size)
+            if (end := self._read(key, start, stop, hand)) != stop:
+                raise TierUnavailable(f"{self.url}/{key} ends after {end:,} bytes of {size:,}.")
+
+        with _callers_errors(), ThreadPoolExecutor(min(most, len(starts) or 1), "resilience-fetch") as pool:
+            _all(pool, [partial(piece, start) for start in starts])
+
+    def _read(self, key: str, start: int, stop: int | None, write: Callable[[int, bytes], object]) -> int:
+        """One range, in pieces; what is missing after an interruption is asked for again; where it ended."""
         at = start
 
         def rest() -> None:
             nonlocal at
-            wanted = (
-                {} if start == 0 and stop is None and at == 0 else {"Range": f"bytes={at}-{stop - 1 if stop else ''}"}
-            )
             if stop is not None and at >= stop:
                 return
-            extra = {name: value for name, value in self._extra.items() if name in _FOR_READING}
-            answer = self._call("get_object", Key=self.prefix + key, **wanted, **extra)
-            length = answer["ContentLength"]
-            body = answer["Body"]
-            begin = at
+            everything = at == 0 and stop is None
+            wanted = {} if everything else {"Range": f"bytes={at}-{stop - 1 if stop else ''}"}
+            answer = self._call("get_object", Key=self.prefix + key, **wanted, **self._of(_CUSTOMERS_KEY))
+            begin, length, body = at, answer["ContentLength"], answer["Body"]
             try:
-                while piece := body.read(2**20):
+                while piece := _next_piece(body):
                     write(at, piece)
                     at += len(piece)
+            except _OfTheCaller:
+                raise
             except Exception as error:
+                if type(error).__name__ == "FlexibleChecksumError":
+                    at = begin  # somewhere in it a bit is wrong
                 raise self._translated(error, "get_object", self.prefix + key) from None
             finally:
                 body.close()
@@ -413,11 +491,11 @@ class S3Objects:
                 raise TierUnavailable(f"{self.url}/{key}: {at - begin:,} bytes came of {length:,}.")
 
         Patience(attempts=5, first=0.2)(rest)
+        return at
 
     def stat(self, key: str) -> Stat | None:
-        extra = {name: value for name, value in self._extra.items() if name in _FOR_READING}
         try:
-            answer = self._call("head_object", Key=self.prefix + key, **extra)
+            answer = self._call("head_object", Key=self.prefix + key, **self._of(_CUSTOMERS_KEY))
         except FileNotFoundError:
             return None
         return Stat(answer["ContentLength"], answer.get("Metadata", {}).get(DIGEST))
@@ -447,7 +525,13 @@ _STALE = frozenset(
 )
 _DENIED = _STALE | {"AccessDenied", "AllAccessDisabled", "AccountProblem", "SignatureDoesNotMatch", "403", "401"}
 _CHECKSUMS = ("ChecksumCRC32", "ChecksumCRC32C", "ChecksumCRC64NVME", "ChecksumSHA1", "ChecksumSHA256")
-_FOR_READING = ("RequestPayer", "SSECustomerAlgorithm", "SSECustomerKey", "SSECustomerKeyMD5", "ExpectedBucketOwner")
+_EVERYWHERE = ("RequestPayer", "ExpectedBucketOwner")
+_CUSTOMERS_KEY = ("SSECustomerAlgorithm", "SSECustomerKey", "SSECustomerKeyMD5")
+
+
+def _next_piece(body: Any) -> bytes:
+    piece: bytes = body.read(2**20)
+    return piece
 
 
 def _code(error: Exception) -> str:
@@ -484,16 +568,27 @@ class FsspecObjects:
     """
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
-        import fsspec
-
         self.url = _without_secrets(url).rstrip("/")
-        uncached = {"use_listings_cache": False, "skip_instance_cache": True}
-        try:
-            self._fs, root = fsspec.core.url_to_fs(url, **{**uncached, **options})
-        except (ImportError, ValueError, TypeError) as error:
-            raise SetupError(f"{self.url!r} cannot be used: {type(error).__name__}: {error}.") from error
+        self._fs, root = self._open(url, options)
         self._root = str(root).rstrip("/")
         self._is_local = "file" in (self._fs.protocol if isinstance(self._fs.protocol, tuple) else (self._fs.protocol,))
+
+    def _open(self, url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+        import fsspec
+
+        uncached = {"use_listings_cache": False, "skip_instance_cache": True}
+        try:
+            try:
+                opened: tuple[Any, str] = fsspec.core.url_to_fs(url, **{**uncached, **options})
+            except TypeError:  # some file systems know no such option
+                opened = fsspec.core.url_to_fs(url, **options)
+        except (ImportError, ValueError, TypeError) as error:
+            raise SetupError(f"{self.url!r} cannot be used: {type(error).__name__}: {_first_words(error)}.") from None
+        except PermissionError as error:
+            raise TierDenied(f"{self.url}: {type(error).__name__}.", hint="Check the credentials.") from None
+        except Exception as error:
+            raise TierUnavailable(f"{self.url}: {type(error).__name__}: {_first_words(error)}.") from None
+        return opened
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}" if key else self._root
@@ -501,7 +596,7 @@ class FsspecObjects:
     def _call(self, what: str, call: Callable[[], T]) -> T:
         try:
             return call()
-        except (FileNotFoundError, ResilienceError):
+        except (FileNotFoundError, ResilienceError, _OfTheCaller):
             raise
         except PermissionError as error:
             raise TierDenied(f"{what} of {self.url}: {type(error).__name__}.", hint="Check the credentials.") from None
@@ -520,19 +615,33 @@ class FsspecObjects:
                 content.check()
                 self._fs.pipe_file(path, data)
                 return
-            with self._fs.open(path, "wb", block_size=part) as stream:
+            stream = self._fs.open(path, "wb", block_size=part)
+            try:
                 for start in range(0, size, part):
                     stream.write(content(start, min(part, size - start)))
-            try:
                 content.check()
-            except CheckpointCorrupt:
-                self._fs.rm_file(path)
+            except BaseException:
+                self._throw_away(stream, path)
                 raise
+            stream.close()
 
-        self._call("put", write)
+        with _callers_errors():
+            self._call("put", write)
         if self._is_local:
-            self._call("sync", lambda: _sync(path))
+            self._call("sync", lambda: _sync(path, self._root))
         _check_size(key, self.stat(key), size)
+
+    def _throw_away(self, stream: Any, path: str) -> None:
+        """Give up a file that is half written: closing it would make it an object."""
+        with suppress(Exception):
+            stream.discard()
+        with suppress(Exception):
+            if hasattr(stream, "discard"):
+                stream.closed = True
+            else:
+                stream.close()
+        with suppress(Exception):
+            self._fs.rm_file(path)
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         data: bytes = self._call("get", lambda: self._fs.cat_file(self._path(key), start=start or None, end=stop))
@@ -540,18 +649,17 @@ class FsspecObjects:
 
     def fetch(self, key: str, size: int, write: Callable[[int, bytes], object]) -> None:
         part, most = _parts(size)
+        hand, starts = _handing(write), range(0, size, part)
 
         def piece(start: int) -> None:
             stop = min(start + part, size)
             data = Patience(attempts=5, first=0.2)(lambda: self.get(key, start, stop))
             if len(data) != stop - start:
                 raise TierUnavailable(f"{self.url}/{key}: {len(data):,} bytes came of {stop - start:,}.")
-            write(start, data)
+            hand(start, data)
 
-        starts = range(0, size, part)
-        with ThreadPoolExecutor(min(most, len(starts) or 1), "resilience-fetch") as pool:
-            for done in [pool.submit(piece, start) for start in starts]:
-                done.result()
+        with _callers_errors(), ThreadPoolExecutor(min(most, len(starts) or 1), "resilience-fetch") as pool:
+            _all(pool, [partial(piece, start) for start in starts])
 
     def stat(self, key: str) -> Stat | None:
         self._fs.invalidate_cache()
@@ -559,7 +667,7 @@ class FsspecObjects:
             found = self._call("stat", lambda: self._fs.info(self._path(key)))
         except FileNotFoundError:
             return None
-        return Stat(int(found["size"])) if found.get("type") != "directory" else None
+        return Stat(int(found["size"])) if found.get("type") == "file" else None
 
     def entries(self, prefix: str = "") -> Iterator[tuple[str, int]]:
         self._fs.invalidate_cache()
@@ -570,7 +678,7 @@ class FsspecObjects:
             return
         for path, info in sorted(found.items()):
             key = self._key(path)
-            if key.startswith(prefix):
+            if key.startswith(prefix) and info.get("type") == "file" and not path.endswith("/"):
                 yield key, int(info["size"] or 0)
 
     def folders(self) -> list[str]:
@@ -587,12 +695,13 @@ class FsspecObjects:
         return stripped.removeprefix(self._root).strip("/")
 
     def delete(self, keys: Iterable[str]) -> None:
-        folders = set()
+        folders: set[str] = set()
         for key in keys:
-            folders.add(key.rpartition("/")[0])
             with suppress(FileNotFoundError):
-                self._call("delete", lambda key=key: self._fs.rm_file(self._path(key)))  # type: ignore[misc]
-        for folder in sorted(filter(None, folders), key=len, reverse=True):
+                self._call("delete", partial(self._fs.rm_file, self._path(key)))
+            *above, _ = key.split("/")
+            folders |= {"/".join(above[:count]) for count in range(1, len(above) + 1)}
+        for folder in sorted(folders, key=len, reverse=True):
             with suppress(Exception):  # an empty folder is no object; stores without folders have none
                 self._fs.rmdir(self._path(folder))
 
@@ -600,14 +709,18 @@ class FsspecObjects:
         return 0
 
 
-def _sync(path: str) -> None:
-    """Have a local file, and its name, survive power loss."""
-    for each in (path, os.path.dirname(path), os.path.dirname(os.path.dirname(path))):
-        fd = os.open(each, os.O_RDONLY)
+def _sync(path: str, root: str) -> None:
+    """Have a local file, and the names that lead to it from the folder above ``root``, survive power loss."""
+    last = os.path.dirname(os.path.abspath(root))
+    while True:
+        fd = os.open(path, os.O_RDONLY)
         try:
             os.fsync(fd)
         finally:
             os.close(fd)
+        if path in (last, os.path.dirname(path)) or not path.startswith(last):
+            return
+        path = os.path.dirname(path)
 
 
 def _without_secrets(url: str) -> str:
