@@ -239,7 +239,7 @@ class Blocked(ResilientCheckpoint):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
-        self.there = [manifest.step for manifest in committed(Path(str(self.dirpath)))]
+        self.there = steps(store.list_checkpoints(LocalTier(str(self.dirpath))).committed)
         assert self._replicator is not None
         self.lag = self._replicator.lag
         self.release.set()
