@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_resilience.errors import SetupError
 from lightning_resilience.manifest import PARTIAL, REMOVED
-from lightning_resilience.objects import open_objects
+from lightning_resilience.objects import open_objects, shown
 from lightning_resilience.schedule import EverySeconds, EverySteps, FirstOf, Never, Schedule, check_schedule
 from lightning_resilience.tiers import local_path
 
@@ -71,10 +71,12 @@ def check_remote(remote: object, options: object, keep: object, dirpath: str | N
             if value is not None:
                 raise SetupError(f"{name}= is for a cold tier, and there is none.", hint="Give remote='s3://…' too.")
     elif not isinstance(remote, str) or "://" not in remote:
-        raise SetupError(f"remote={remote!r} is not a URL.", hint="Use 's3://bucket/folder' or 'file:///path'.")
+        raise SetupError(
+            f"remote={shown(str(remote))!r} is not a URL.", hint="Use 's3://bucket/folder' or 'file:///path'."
+        )
     elif is_url:
         raise SetupError(
-            f"dirpath={dirpath!r} is a URL already, and remote={remote!r} is another.",
+            f"dirpath={shown(str(dirpath))!r} is a URL already, and remote={shown(remote)!r} is another.",
             hint="Give dirpath= a local folder, or leave out remote=.",
         )
     for url in filter(None, (remote, dirpath if is_url else None)):

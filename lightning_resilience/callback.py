@@ -44,6 +44,7 @@ from lightning_resilience.arguments import (
 from lightning_resilience.engine import OVERDUE, Committed, Folder, Save
 from lightning_resilience.errors import SaveFailed, SetupError
 from lightning_resilience.manifest import HEALTHY, Manifest, newest_first
+from lightning_resilience.objects import shown
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.replication import Replicated, Replicator
 from lightning_resilience.retention import Keep, Ranking, judge
@@ -234,7 +235,7 @@ class ResilientCheckpoint(ModelCheckpoint):
     def state_key(self) -> str:
         """Two callbacks with different folders or names keep their state apart."""
         return self._generate_state_key(
-            dirpath=self._given_dirpath,
+            dirpath=shown(self._given_dirpath) if self._given_dirpath is not None else None,
             filename=self.filename,
             monitor=self.monitor,
             mode=self.mode,
@@ -336,7 +337,7 @@ class ResilientCheckpoint(ModelCheckpoint):
     def _begin_replicating(self, session: Session, folder: Folder, cold: RemoteTier) -> None:
         """Go on with what a killed run left on its way, and make sure now that the cold tier can be written."""
         self._replicator = replicator = Replicator(
-            session.ranks, folder, cold, self.remote_keep, self.ranking, timeout=self.save_timeout
+            session.ranks, folder, cold, self.remote_keep, self.ranking, tolerant=bool(self._committed)
         )
         session.engine.count_from(replicator.known_cold())
         session.engine.protect(folder, replicator.protected)
@@ -374,7 +375,7 @@ class ResilientCheckpoint(ModelCheckpoint):
 
     # -- when to save -------------------------------------------------------------------------------------------------
 
-    def _between_batches(self, epoch: int, epoch_ended: bool) -> None:
+    def _between_batches(self, epoch: int, epoch_ended: bool, at_boundary: bool) -> None:
         """Lightning is done with a batch, its validation and, where it was the last, its epoch: save if it is time."""
         session = self._session
         if session is None or self._agreement is None:
@@ -388,7 +389,7 @@ class ResilientCheckpoint(ModelCheckpoint):
             self._metrics_are_of = self._position(trainer)
         if epoch_ended if self._should_save_on_train_epoch_end(trainer) else self._validated:
             self._reasons += self._reasons_of_an_evaluation(trainer, epoch)
-        if not session.at_step_boundary():
+        if not at_boundary:
             return  # what is wanted stays wanted until the accumulation window ends
         by_step = self.schedule.by_step_alone()
         due = by_step.due(now, self._started) if by_step else None
@@ -465,7 +466,8 @@ class ResilientCheckpoint(ModelCheckpoint):
         session, folder = self._session, self._folder
         assert session is not None
         assert folder is not None
-        if self._saved_at == self._position(trainer):
+        # Ranks hear of failures at different moments, so they may differ in what they take for saved.
+        if not session.ranks.any_max(self._saved_at != self._position(trainer))[0]:
             return None
         self._stop_after_failures()
         save = session.save(
@@ -606,8 +608,8 @@ class ResilientCheckpoint(ModelCheckpoint):
         hangs, failed = session.ranks.any_max(not done, self._saved_at is None)
         if hangs:
             raise SaveFailed(
-                f"The storage behind {str(self.dirpath)!r} does not answer: a save has been under way for more than"
-                f" {self.save_timeout:.0f} s.",
+                f"The storage behind {shown(str(self.dirpath))!r} does not answer: a save has been under way for more"
+                f" than {self.save_timeout:.0f} s.",
                 hint="Earlier checkpoints are untouched: start again with ckpt_path='last' once it does.",
             )
         if failed:

@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
         command.add_argument(
             "--storage-options",
-            type=json.loads,
+            type=_json_object,
             metavar="JSON",
             help="options for URLs, as fsspec takes them; what the environment says is enough for most",
         )
@@ -190,6 +190,17 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("path", metavar="CKPT", help="folder or URL of a checkpoint")
         command.set_defaults(gather=pin, render=render_pin, pinned=name == "pin")
     return parser
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    """A JSON object; what is wrong with it is said without repeating it, because it may hold credentials."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError("a JSON object is wanted")
+    return found
 
 
 def _answer(options: argparse.Namespace) -> tuple[int, list[str]]:
@@ -301,13 +312,14 @@ def ls(options: argparse.Namespace) -> Document:
         cold = there.committed
         found.broken |= {there.tier.where(name): error for name, error in there.broken.items()}
     everything = {**cold, **found.committed}
+    own = "cold" if is_url(options.path) else "hot"
     return {
         "ok": not found.broken,
         "root": found.tier.where(),
         "checkpoints": [
             {
                 **_summary(name, everything[name]),
-                "tiers": [tier for tier, has in (("hot", found.committed), ("cold", cold)) if name in has],
+                "tiers": [tier for tier, has in ((own, found.committed), ("cold", cold)) if name in has],
             }
             for name in newest_first(everything)
         ],
@@ -559,7 +571,10 @@ def pull(options: argparse.Namespace) -> Document:
 def push(options: argparse.Namespace) -> Document:
     """Copy checkpoints to a cold tier."""
     found = find(options)
-    assert isinstance(found.tier, LocalTier)
+    if not isinstance(found.tier, LocalTier):
+        raise SetupError("push copies from a folder to a URL.", hint="Use pull to copy from a URL.")
+    for name, error in found.broken.items():
+        print(f"{PROG}: {name} is left out: {error.message}", file=sys.stderr)
     names = list(reversed(found.committed))
     if options.step is not None:
         names = [housekeeping.choose(found.committed, options.step, found.tier.where())]
@@ -612,23 +627,29 @@ def prune(options: argparse.Namespace) -> Document:
         if not path.is_dir():
             raise _not_a_folder(path)
         tier = LocalTier(path)
-    verdicts = housekeeping.prune(tier, keep, ranking, dry_run=options.dry_run)
+    verdicts, removed = housekeeping.prune(tier, keep, ranking, dry_run=options.dry_run)
     return {
-        "ok": True,
+        "ok": options.dry_run or all(verdict.keep or verdict.name in removed for verdict in verdicts),
         "root": tier.where(),
         "dry_run": options.dry_run,
         "checkpoints": [
-            {"name": verdict.name, "keep": verdict.keep, "reasons": list(verdict.reasons)} for verdict in verdicts
+            {
+                "name": verdict.name,
+                "keep": verdict.keep,
+                "removed": verdict.name in removed,
+                "reasons": list(verdict.reasons),
+            }
+            for verdict in verdicts
         ],
     }
 
 
 def render_prune(document: Document, width: int | None, now: datetime) -> Iterator[str]:
     """A line a checkpoint, with the reasons."""
-    going = "would go" if document["dry_run"] else "removed"
+    going = "would go" if document["dry_run"] else "could not be removed"
     rows = [
         {
-            "VERDICT": "stays" if ckpt["keep"] else going,
+            "VERDICT": "stays" if ckpt["keep"] else "removed" if ckpt["removed"] else going,
             "NAME": ckpt["name"],
             "REASONS": "; ".join(ckpt["reasons"]),
         }

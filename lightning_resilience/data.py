@@ -251,8 +251,11 @@ class DataPosition:
         if same and not any(position["offset"] for position in positions):
             return
         dealt = tracks[0].deal(positions[0], shares[0]) if tracks[0] is not None and len(loaders) == 1 else None
-        if dealt is None or not batches(dealt["part"], shares[0]):
+        if dealt is None:
             self._begin_anew("which samples other ranks, or batches of another size, have left is not known for these")
+            return
+        if not batches(dealt["part"], shares[0]):
+            self._begin_anew("what was left is less than a batch, and drop_last would drop it")
             return
         saved["loaders"] = [dealt]
         if not same:
@@ -263,8 +266,8 @@ class DataPosition:
         self._loop.go_to_batch(dealt["offset"] // now, batches(dealt["part"], share))
         if self.rank == 0:
             rank_zero_warn(
-                f"The epoch goes on after {dealt['offset']} samples, with each of the others once. A batch of all ranks"
-                f" together is {now} samples; it was {before}."
+                f"The epoch goes on after {dealt['offset']} samples, with each of the others once (a few twice where"
+                f" they do not come out even). A batch of all ranks together is {now} samples; it was {before}."
                 + ("" if now == before else " Change accumulate_grad_batches or the learning rate if that matters.")
             )
 
@@ -434,7 +437,11 @@ class Track:
             The position, with ``part``; None where the order cannot be drawn again or another sampler is in use.
         """
         order, was = position["order"], position["share"]
-        if order is None or share["batch_size"] is None or (self.guide.ranks > 1 and not self._is_distributed()):
+        if (
+            order is None
+            or None in (share["batch_size"], was["batch_size"])
+            or (self.guide.ranks > 1 and not self._is_distributed())
+        ):
             return None
         with run_state.kept():
             self._as_at_the_start(position["start"])

@@ -309,7 +309,8 @@ class Engine:
         self._attempts += 1
         self.sequence += 1
         save = self._in_flight = Save(facts.step, self._attempts, self.sequence, folder, facts)
-        job = _Job(save, name, replace)
+        # Behind a URL nothing gives way in one step, so the new one gets a version there.
+        job = _Job(save, name, replace and isinstance(folder.tier, LocalTier))
         try:
             with collector_paused():
                 self._stage(job, snapshot)

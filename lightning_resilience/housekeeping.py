@@ -9,7 +9,7 @@ import dataclasses
 import os
 import uuid
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 from lightning_resilience import store
@@ -85,9 +85,8 @@ def pull(source: RemoteTier, name: str, manifest: Manifest, target: LocalTier, t
 
             def fetch(entry: FileEntry) -> None:
                 source.fetch(store.holder(name, entry), entry, target.path(partial, entry.path))
-                tell(entry.size, name)
 
-            _each(fetch, manifest)
+            _each(fetch, name, manifest, tell)
             own = dataclasses.replace(
                 manifest, files=tuple(dataclasses.replace(entry, at=None) for entry in manifest.files)
             )
@@ -112,22 +111,23 @@ def push(source: LocalTier, name: str, manifest: Manifest, target: RemoteTier, t
 
     def send(entry: FileEntry) -> None:
         sent.append(target.send(name, entry, source.path(store.holder(name, entry), entry.path)))
-        tell(entry.size, name)
 
-    _each(send, manifest)
+    _each(send, name, manifest, tell)
     own = dataclasses.replace(manifest, files=tuple(dataclasses.replace(entry, at=None) for entry in manifest.files))
     target.seal(name, own)
     return sum(sent)
 
 
-def prune(tier: Tier, keep: Keep, ranking: Ranking | None, *, dry_run: bool) -> list[Verdict]:
-    """Judge all checkpoints of a tier, and remove what the rule gives up unless it is a dry run; the verdicts, newest
-    first."""
+def prune(tier: Tier, keep: Keep, ranking: Ranking | None, *, dry_run: bool) -> tuple[list[Verdict], set[str]]:
+    """Judge all checkpoints of a tier, and remove what the rule gives up unless it is a dry run.
+
+    Returns:
+        The verdicts, newest first, and the names of what was removed.
+    """
     committed = store.list_checkpoints(tier).committed
-    verdicts = judge(committed, keep, ranking)
-    if not dry_run:
-        store.retain(tier, keep, ranking, committed=committed)
-    return verdicts
+    verdicts = judge(committed, keep, ranking, {entry.at for one in committed.values() for entry in one if entry.at})
+    removed = [] if dry_run else store.retain(tier, keep, ranking, committed=committed)
+    return verdicts, {verdict.name for verdict in removed}
 
 
 def label(tier: LocalTier | RemoteTier, name: str, manifest: Manifest, *, pinned: bool) -> bool:
@@ -155,7 +155,13 @@ def _refuse_another(tier: Tier, name: str, manifest: Manifest) -> None:
         )
 
 
-def _each(work: Callable[[FileEntry], None], manifest: Manifest) -> None:
-    with ThreadPoolExecutor(COPIES, thread_name_prefix="copy") as pool:
-        for done in [pool.submit(work, entry) for entry in manifest]:
+def _each(work: Callable[[FileEntry], None], name: str, manifest: Manifest, tell: Told) -> None:
+    """Do the work for each file, several at once; on an error or Ctrl-C only those at hand are finished."""
+    pool = ThreadPoolExecutor(COPIES, thread_name_prefix="copy")
+    try:
+        under_way = {pool.submit(work, entry): entry for entry in manifest}
+        for done in as_completed(under_way):
             done.result()
+            tell(under_way[done].size, name)
+    finally:
+        pool.shutdown(cancel_futures=True)

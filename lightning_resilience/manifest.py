@@ -7,14 +7,17 @@ A checkpoint is a folder whose name ends in ``.ckpt`` (``EXTENSION``)::
         .metadata                       DCP's planning record: which piece of which tensor lies where
         meta.pt                         Lightning's trainer state (loops, callbacks, lr schedulers, hparams, …)
         rank_00000.pt …                 each rank's own state: ``python``, ``numpy``, ``torch``, ``cuda`` random number
-                                        generators, and ``data``, its place in the training loaders
+                                        generators; ``data``, its place in the training loaders; ``logged``,
+                                        what the epoch has logged so far; ``buffers``, where they are its own;
+                                        ``settled``, whether Lightning was between two batches
         manifest.json                   the commit record, described below
 
 **Existence.**  A checkpoint exists if and only if ``manifest.json`` does and every file it names is there at its size
 and digest.  Writers put every other file in place first, make them durable, then the manifest; on a local tier all of
 this happens in ``NAME.partial-TOKEN`` and the rename to ``NAME`` publishes it.  A name that carries ``.partial-`` or
 ``.removed-`` is never a checkpoint.  Removal goes the other way: rename to ``NAME.removed-TOKEN``, manifest, files. A
-published folder is never written again.
+published folder is never written again, except to heal a damaged file with the bytes that its manifest names, and to
+change labels, each by one rename.  Behind a URL the files have their names from the start, and the manifest decides.
 
 **manifest.json.**  UTF-8 JSON with sorted keys, no insignificant blanks and a final newline:
 

@@ -103,17 +103,15 @@ def open_objects(url: str, options: Mapping[str, Any] | None = None) -> Objects:
     options = dict(options or {})
     scheme, _, rest = url.partition("://")
     if scheme in ("s3", "s3a") and "@" in rest.partition("/")[0]:
-        raise SetupError(
-            f"{_without_secrets(url)!r}: credentials are not taken from a URL.", hint="Give storage_options=."
-        )
+        raise SetupError(f"{shown(url)!r}: credentials are not taken from a URL.", hint="Give storage_options=.")
     if scheme in ("s3", "s3a") and options.keys() <= S3Objects.OPTIONS:
         bucket, _, prefix = rest.partition("/")
         if not bucket:
-            raise SetupError(f"{url!r} names no bucket.", hint="Use s3://bucket/folder.")
+            raise SetupError(f"{shown(url)!r} names no bucket.", hint="Use s3://bucket/folder.")
         try:
             import botocore.session  # noqa: F401
         except ImportError as error:
-            raise SetupError(f"{url!r} needs s3fs: {error}.", hint="pip install s3fs") from error
+            raise SetupError(f"{shown(url)!r} needs s3fs: {error}.", hint="pip install s3fs") from error
         return S3Objects(bucket, prefix.strip("/"), options)
     return FsspecObjects(url, options)
 
@@ -310,14 +308,16 @@ class S3Objects:
     def _call(self, operation: str, **arguments: Any) -> Any:
         """One request; with fresh credentials where those in hand are not taken any more."""
         for fresh in (False, True):
+            client = self._client()
             try:
-                return getattr(self._client(), operation)(Bucket=self.bucket, **self._everywhere, **arguments)
+                return getattr(client, operation)(Bucket=self.bucket, **self._everywhere, **arguments)
             except Exception as error:
                 # The answer to HEAD has no body, so it does not say what is wrong.
-                unsaid = operation == "head_object" and _code(error) in ("400", "403")
+                unsaid = operation == "head_object" and _code(error) == "400"
                 if not fresh and (unsaid or _code(error) in _STALE):
                     with self._lock:
-                        self._made = None
+                        if self._made is not None and self._made[1] is client:
+                            self._made = None
                     continue
                 raise self._translated(error, operation, arguments.get("Key", "")) from None
         raise AssertionError("unreachable")
@@ -362,7 +362,7 @@ class S3Objects:
             if size <= part:
                 data = content(0, size)
                 content.check()
-                self._call("put_object", Key=self.prefix + key, Body=data, **describe)
+                self._call("put_object", Key=self.prefix + key, Body=data, **describe, **_CHECKED)
             else:
                 self._put_parts(key, content, size, part, most, describe)
         _check_size(key, self.stat(key), size)
@@ -371,7 +371,7 @@ class S3Objects:
         self, key: str, content: _Checked, size: int, part: int, most: int, describe: Mapping[str, Any]
     ) -> None:
         full = self.prefix + key
-        upload = self._call("create_multipart_upload", Key=full, **describe)["UploadId"]
+        upload = self._call("create_multipart_upload", Key=full, **describe, **_CHECKED)["UploadId"]
         try:
             sent = self._send_parts(full, upload, content, size, part, most)
             content.check()
@@ -388,9 +388,8 @@ class S3Objects:
 
         def send(number: int, data: bytes) -> dict[str, Any]:
             try:
-                answer = self._call(
-                    "upload_part", Key=full, UploadId=upload, PartNumber=number, Body=data, **self._of(_CUSTOMERS_KEY)
-                )
+                own = {**self._of(_CUSTOMERS_KEY), **_CHECKED}
+                answer = self._call("upload_part", Key=full, UploadId=upload, PartNumber=number, Body=data, **own)
             finally:
                 room.release()
             checks = {name: answer[name] for name in _CHECKSUMS if name in answer}
@@ -413,6 +412,7 @@ class S3Objects:
                 Key=self.prefix + key,
                 UploadId=upload,
                 MultipartUpload={"Parts": sent},
+                **self._of(_CUSTOMERS_KEY),
             )
         except TierUnavailable:
             # Its answer may have been lost on the way: then the object is there.
@@ -525,6 +525,8 @@ _STALE = frozenset(
 )
 _DENIED = _STALE | {"AccessDenied", "AllAccessDisabled", "AccountProblem", "SignatureDoesNotMatch", "403", "401"}
 _CHECKSUMS = ("ChecksumCRC32", "ChecksumCRC32C", "ChecksumCRC64NVME", "ChecksumSHA1", "ChecksumSHA256")
+_CHECKED = {"ChecksumAlgorithm": "CRC32"}
+"""Said with each request that has content, whatever the client's defaults: the store checks what it gets."""
 _EVERYWHERE = ("RequestPayer", "ExpectedBucketOwner")
 _CUSTOMERS_KEY = ("SSECustomerAlgorithm", "SSECustomerKey", "SSECustomerKeyMD5")
 
@@ -568,7 +570,7 @@ class FsspecObjects:
     """
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
-        self.url = _without_secrets(url).rstrip("/")
+        self.url = shown(url.partition("?")[0]).rstrip("/")
         self._fs, root = self._open(url, options)
         self._root = str(root).rstrip("/")
         self._is_local = "file" in (self._fs.protocol if isinstance(self._fs.protocol, tuple) else (self._fs.protocol,))
@@ -723,11 +725,20 @@ def _sync(path: str, root: str) -> None:
         path = os.path.dirname(path)
 
 
-def _without_secrets(url: str) -> str:
-    """A URL without user, password and query."""
-    return re.sub(r"//[^/@]*@", "//", url.partition("?")[0])
+def shown(url: str) -> str:
+    """A URL as it may be shown: without user and password."""
+    scheme, mark, rest = url.partition("://")
+    host, slash, path = rest.partition("/")
+    while "@" in path and "@" not in host and ":" in host:  # a slash in the password
+        more, slash, path = path.partition("/")
+        host = f"{host}/{more}"
+    return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path}" if mark else url
+
+
+def _hidden(text: str) -> str:
+    return re.sub(r"//[^/\s]*@", "//", text)
 
 
 def _first_words(error: Exception) -> str:
     """The beginning of a message, where stores say what is wrong and not yet with which request."""
-    return _without_secrets(str(error).splitlines()[0][:120] if str(error) else "")
+    return _hidden(str(error).splitlines()[0][:120] if str(error) else "")

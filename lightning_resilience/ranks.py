@@ -17,7 +17,7 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -124,21 +124,31 @@ class Ranks:
         to.  Collective."""
         here = self.rank == source
         size = self.all_gather(path.stat().st_size if here else 0)[source]
-        with (
-            open(path, "rb") if here else nullcontext() as reader,
-            open(sink, "xb") if sink else nullcontext() as writer,
-        ):
+        failed: OSError | None = None
+        with ExitStack() as files:
+            reader = files.enter_context(open(path, "rb")) if here else None
+            writer = None
+            try:
+                writer = files.enter_context(open(sink, "xb")) if sink else None
+            except OSError as error:
+                failed = error  # the others go on, so this rank takes part to the end
             for start in range(0, size, BLOCK):
-                count = min(BLOCK, size - start)
-                block = torch.empty(count, dtype=torch.uint8)
+                block = torch.empty(min(BLOCK, size - start), dtype=torch.uint8)
                 if reader is not None:
                     reader.readinto(block.numpy().data)
                 dist.broadcast(block, src=source, group=self._group)
-                if writer is not None:
-                    writer.write(block.numpy().data)
-            if writer is not None:
-                writer.flush()
-                os.fsync(writer.fileno())
+                try:
+                    if writer is not None and failed is None:
+                        writer.write(block.numpy().data)
+                except OSError as error:
+                    failed = error
+            try:
+                if writer is not None and failed is None:
+                    writer.flush()
+                    os.fsync(writer.fileno())
+            except OSError as error:
+                failed = error
+        raise_first(self.all_gather(failed))
 
     # -- the board ----------------------------------------------------------------------------------------------------
 

@@ -9,18 +9,28 @@ from __future__ import annotations
 
 import logging
 import os
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_resilience import store
-from lightning_resilience.errors import CheckpointCorrupt, CheckpointNotFound, ResilienceError
+from lightning_resilience.errors import (
+    CheckpointCorrupt,
+    CheckpointNotFound,
+    ResilienceError,
+    TierDenied,
+    TierUnavailable,
+)
 from lightning_resilience.manifest import HEALTHY, MANIFEST, WEIGHTS_ONLY, FileEntry, Manifest
 from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.tiers import LocalTier
 
 log = logging.getLogger("lightning_resilience")
+
+FETCHED = ".fetched-"
+"""Marks a file on its way to its place."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +122,8 @@ def find_last(ranks: Ranks, places: Sequence[Place]) -> Search:
         try:
             search.source = verify_together(ranks, place, name, there)
             return search
+        except (TierUnavailable, TierDenied):
+            raise  # it may be whole: an older one, or none, is not the answer to an outage
         except ResilienceError as error:
             search.skip(place.tier.path(name), error, aloud=ranks.rank == 0)
     if silent:
@@ -200,8 +212,8 @@ def verify_together(ranks: Ranks, place: Place, name: str, there: Manifest | Non
         _fetch(ranks, place, name, [entry for entry in manifest if entry.path in lost])
     for file in sorted(lacking.keys() - lost.keys()):
         _copy(ranks, place, name, manifest.file(file), holding[file], lacking[file])
-    if isinstance(manifests[ranks.rank], BaseException) and ranks.rank == place.sharing[0]:
-        _put_manifest(tier, name, manifest)
+    lacks = isinstance(manifests[ranks.rank], BaseException) and ranks.rank == place.sharing[0]
+    raise_first(ranks.gathered(lambda: _put_manifest(tier, name, manifest) if lacks else None))
     return Source(tier, name, manifest, fetched=sum(entry.size for entry in manifest if entry.path in lost))
 
 
@@ -215,7 +227,7 @@ def _fetch(ranks: Ranks, place: Place, name: str, entries: Sequence[FileEntry]) 
         for entry in entries[number :: len(place.sharing)]:
             target = tier.path(name, entry.path)
             target.parent.mkdir(parents=True, exist_ok=True)
-            sink = target.with_name(f".{entry.path}.fetched-{os.getpid()}")
+            sink = target.with_name(f".{entry.path}{FETCHED}{uuid.uuid4().hex[:12]}")
             try:
                 cold.fetch(name, entry, sink)
                 os.replace(sink, target)
@@ -238,7 +250,7 @@ def _copy(ranks: Ranks, place: Place, name: str, entry: FileEntry | None, source
     sink = None
     if ranks.rank in sinks:
         target.parent.mkdir(parents=True, exist_ok=True)
-        sink = target.with_name(f".{entry.path}.fetched-{os.getpid()}")
+        sink = target.with_name(f".{entry.path}{FETCHED}{uuid.uuid4().hex[:12]}")
     try:
         ranks.copy_file(source, target, sink)
         raise_first(ranks.gathered(lambda: _take_in(tier, holder, entry, sink)))
@@ -261,7 +273,7 @@ def _take_in(tier: LocalTier, holder: str, entry: FileEntry, sink: Path | None) 
 
 def _put_manifest(tier: LocalTier, name: str, manifest: Manifest) -> None:
     """Put a manifest where there is none, or a damaged one."""
-    fresh = f".{MANIFEST}.{os.getpid()}"
+    fresh = f".{MANIFEST}{FETCHED}{uuid.uuid4().hex[:12]}"
     tier.write(name, fresh, manifest.to_bytes())
     os.replace(tier.path(name, fresh), tier.path(name, MANIFEST))
     tier.sync(name)

@@ -30,6 +30,7 @@ from lightning_resilience.errors import (
     SaveFailed,
 )
 from lightning_resilience.manifest import MANIFEST, META, PINNED, WEIGHTS_ONLY, Manifest, rank_file
+from lightning_resilience.objects import Stat
 from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.reader import CheckpointReader, canonical, load_trusted
 from lightning_resilience.remote import RemoteTier
@@ -69,10 +70,12 @@ class Session:
         self.resumed: Source | None = None
         self.resume_last: list[tuple[Place, list[str]]] = []
         """Where to look for ``ckpt_path="last"``, filled by callbacks that were asked for it: a place, and folders."""
-        self.between_batches: list[Callable[[int, bool], None]] = []
-        """Called after each batch with its epoch and whether that has ended; see ``Doorway.between_batches``."""
-        self.cold_places: dict[str, Place] = {}
-        """By URL, the places that have a cold tier behind them."""
+        self.between_batches: list[Callable[[int, bool, bool], None]] = []
+        """Called after each batch with its epoch, whether that has ended, and whether no gradients of a half-done
+        accumulation window would be lost now; see ``Doorway.between_batches``."""
+        self._boundary = (-1, False)
+        self.places: dict[str, Place] = {}
+        """The places that callbacks have, by their folder and by the URL behind it."""
         self.storage_options: list[dict[str, Any]] = []
         """What callbacks were given for their URLs."""
         self._on_unrestorable = "raise"
@@ -131,6 +134,11 @@ class Session:
             finally:
                 self._detach(abandoned=True)
 
+    def _remove_scratches(self) -> None:
+        for scratch in self._scratches:
+            shutil.rmtree(scratch.root, ignore_errors=True)
+        self._scratches.clear()
+
     def _attach(self) -> None:
         door = self._doorway
         door.replace(door.strategy, "lightning_module_state_dict", lambda _: self.family.model_state)
@@ -154,12 +162,14 @@ class Session:
             self.data.begun()
 
     def _tell_between_batches(self, epoch: int, epoch_ended: bool) -> None:
+        batches = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        if batches != self._boundary[0]:
+            self._boundary = batches, self._doorway.at_step_boundary()
         for action in self.between_batches:
-            action(epoch, epoch_ended)
+            action(epoch, epoch_ended, self._boundary[1])
 
     def _detach(self, abandoned: bool = False) -> None:
-        for scratch in self._scratches:
-            shutil.rmtree(scratch.root, ignore_errors=True)
+        self._remove_scratches()
         self._doorway.close()
         self.data.close()
         self.ranks.close(abandoned)
@@ -186,8 +196,9 @@ class Session:
             place = Place(tier, folder.sharing, cold)
         else:
             place = Place.shared(self.ranks, tier, cold)
+        self.places[tier.where()] = place
         if cold is not None:
-            self.cold_places[cold.where()] = place
+            self.places[cold.where()] = place
         return place
 
     def _scratch(self) -> tuple[LocalTier, tuple[int, ...]]:
@@ -198,10 +209,6 @@ class Session:
         if self.ranks.rank == sharing[0]:
             self._scratches.append(scratch)
         return scratch, sharing
-
-    def at_step_boundary(self) -> bool:
-        """Whether no gradients of a half-done accumulation window would be lost now."""
-        return self._doorway.at_step_boundary()
 
     def ends_within_an_epoch(self) -> bool:
         """Whether training stops now, in the middle of an epoch that a longer run would go on with."""
@@ -355,7 +362,9 @@ class Session:
 
     def _make_resume_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def resume_end() -> None:
-            original()
+            original()  # ends with a barrier: all ranks have read what they need
+            self._reader, self._loaded = None, {}
+            self._remove_scratches()
             if self.resumed is not None and self._stop_is_wanted:
                 self.trainer.should_stop = True
             why = self._doorway.stopped_early() if self.resumed is not None else None
@@ -375,19 +384,21 @@ class Session:
             if isinstance(source, Source):
                 return source
             if source is not None:
-                return source if Path(source).is_file() else open_explicit(self.ranks, Path(source))
-            checkpoint_path = self._doorway.last_of_stock_callbacks()
+                is_file = self.ranks.broadcast(Path(source).is_file())
+                return source if is_file else open_explicit(self.ranks, Path(source))
+            checkpoint_path = self.ranks.broadcast(self._doorway.last_of_stock_callbacks())
             if checkpoint_path is None and not self._doorway.fitting:
                 raise CheckpointNotFound(
                     "ckpt_path='last' was given, and there is no checkpoint.", hint="Check dirpath=, or give a path."
                 )
-        if checkpoint_path is None:
+        text: str | None = self.ranks.broadcast(None if checkpoint_path is None else os.fspath(checkpoint_path))
+        if text is None:
             return None
-        text: str = self.ranks.broadcast(os.fspath(checkpoint_path))
         if "://" in text and not text.startswith("file://"):
             return self._from_url(text)
         path = local_path(text).absolute()
-        if path.is_file() and (path.parent / MANIFEST).is_file():
+        is_file, is_ours = self.ranks.broadcast((path.is_file(), (path.parent / MANIFEST).is_file()))
+        if is_file and is_ours:
             raise CheckpointNotFound(f"{text!r} is a file of a checkpoint.", hint=f"Give {str(path.parent)!r}.")
         # Of a folder that is called differently on every node, each rank opens its own.
         roots, parent = list(self.folders), str(path.parent)
@@ -395,13 +406,24 @@ class Session:
         if number is not None:
             tier = self.folders[roots[number]].tier
             assert isinstance(tier, LocalTier)
-            return open_explicit(self.ranks, tier.path(path.name), self.place(tier))
-        return str(path) if path.is_file() else open_explicit(self.ranks, path)
+            return self._from_folder(tier, path.name)
+        return str(path) if is_file else open_explicit(self.ranks, path)
+
+    def _from_folder(self, tier: LocalTier, name: str) -> Source:
+        """A checkpoint of a folder that is open, or of the cold tier behind it."""
+        place = self.places.get(tier.where()) or self.place(tier)
+        try:
+            return open_explicit(self.ranks, tier.path(name), place)
+        except (CheckpointNotFound, CheckpointUncommitted, CheckpointCorrupt) as error:
+            found = self._from_url(place.cold.where(name)) if place.cold is not None else None
+            if isinstance(found, Source):
+                return found
+            raise error
 
     def _from_url(self, url: str) -> Source | str:
         """The checkpoint at a URL; the URL itself where stock Lightning can load what is there."""
         root, _, name = url.rstrip("/").rpartition("/")
-        place = self.cold_places.get(root)
+        place = self.places.get(root)
         if place is None:
             options = next(iter(self.storage_options), None)
             place = self.place(RemoteTier(root, options))
@@ -411,10 +433,11 @@ class Session:
         if isinstance(found, Manifest):
             return verify_together(self.ranks, place, name, found)
         if isinstance(found, (CheckpointNotFound, CheckpointUncommitted)):
-            is_file = self.ranks.broadcast(self.ranks.rank == 0 and cold.objects.stat(name) is not None)
-            if is_file:
+            stat = self.ranks.broadcast(attempt(lambda: cold.patience(lambda: cold.objects.stat(name))))
+            if isinstance(stat, Stat):
                 return url
-            raise type(found)(found.message, hint=self.ranks.broadcast(store.available(cold)))
+            hint = self.ranks.broadcast(attempt(lambda: store.available(cold)) if self.ranks.rank == 0 else None)
+            raise type(found)(found.message, hint=hint if isinstance(hint, str) else "")
         assert isinstance(found, BaseException)
         raise found
 
@@ -513,7 +536,7 @@ class Session:
             if source.manifest is not None:
                 self.engine.run = source.manifest.run
                 self.engine.in_use.add(source.name)
-            self._doorway.before_training(lambda: self._restore_the_rest())
+            self._doorway.before_training(self._restore_the_rest)
             self._read_rank_state(source)
 
     def _make_load_model_state_dict(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -605,6 +628,7 @@ class Session:
             logged.restore(self.trainer, self._logged)
         if self._generators is not None:
             self._generators()
+        self._generators, self._logged, self._buffers = None, [], {}
 
 
 def _check_saveable(state: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ from lightning_resilience.manifest import (
     META,
     METADATA,
     PARTIAL,
+    PINNED,
     REMOVED,
     FileEntry,
     Manifest,
@@ -224,6 +225,8 @@ def retain(
         if verdict.keep:
             continue
         try:
+            if PINNED in read_manifest(tier, verdict.name).labels:
+                continue  # since it was listed
             tier.remove(verdict.name)
         except (OSError, ResilienceError) as error:
             log.warning("event=forget name=%s error=%r", verdict.name, error)

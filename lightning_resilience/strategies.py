@@ -1,6 +1,7 @@
 """Lightning's strategies: what their state is, how it is loaded, and the doorway through which we take their place.
 
-The only module that touches Lightning's private names; ``PRIVATE_NAMES`` lists them, and a test fails when one moves.
+``PRIVATE_NAMES`` lists every private name of Lightning and torch that this package relies on, here and in ``data``,
+``order``, ``logged`` and ``callback``; a test fails when one moves.
 
 ``FSDPStrategy`` and ``ModelParallelStrategy`` never call a CheckpointIO, and the others call it on rank 0 only, so a
 plugin cannot do this work.  What works for all of them is to override a handful of methods on the strategy *instance*

@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,9 +21,11 @@ from lightning_resilience import (
     EverySteps,
     Keep,
     ResilientCheckpoint,
+    SaveFailed,
     SetupError,
     TierDenied,
     TierUnavailable,
+    housekeeping,
     store,
 )
 from lightning_resilience.manifest import MANIFEST, Manifest
@@ -204,6 +207,7 @@ def broken(times: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> Ite
 
     monkeypatch.setattr(FsspecObjects, "put", failing)
     monkeypatch.setattr("lightning_resilience.replication.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("lightning_resilience.replication.GIVE_UP", 0.1)
     monkeypatch.setattr("lightning_resilience.objects.Patience.pause", lambda self, seconds: False)
     yield asked
 
@@ -395,3 +399,90 @@ def test_explicit_url_of_a_checkpoint_is_resumed(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, ResilientCheckpoint(tmp_path / "third"))
     with pytest.raises(CheckpointNotFound, match=r"has: .*step=10"):
         trainer.fit(TinyModel(), data(64), ckpt_path=f"local://{tmp_path}/cold/epoch=0-step=7.ckpt")
+
+
+def test_checkpoint_that_is_damaged_here_does_not_hold_up_the_newer_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch, broken(10**6, TierUnavailable("down"), patch):
+        fit(tmp_path, keep=Keep(last=-1))
+    path = tmp_path / "hot" / "epoch=0-step=2.ckpt" / "meta.pt"
+    path.write_bytes(path.read_bytes()[:-9] + b"X" + path.read_bytes()[-8:])
+    monkeypatch.setattr("lightning_resilience.replication.FIRST_PAUSE", 0.01)
+    fit(tmp_path, last=10, keep=Keep(last=-1))
+    assert steps(cold(tmp_path)) == [4, 6, 8, 10]
+    assert caplog.text.count("it is damaged here and is not sent") == 1
+
+
+def test_start_during_an_outage_goes_on_from_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fit(tmp_path)
+    monkeypatch.setattr("lightning_resilience.replication.GIVE_UP", 0.1)
+    monkeypatch.setattr("lightning_resilience.objects.Patience.pause", lambda self, seconds: False)
+
+    def down(*_: Any) -> None:
+        raise TierUnavailable("the bucket is down")
+
+    with monkeypatch.context() as patch:
+        for call in ("put", "folders", "entries", "stat"):
+            patch.setattr(FsspecObjects, call, down)
+        assert fit(tmp_path, last=10).history[0][0] == 8
+    fit(tmp_path, last=12)
+    assert steps(cold(tmp_path))[-1] == 12
+
+
+def test_outage_during_a_resume_does_not_start_the_run_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fit(tmp_path)
+    shutil.rmtree(tmp_path / "hot")
+    monkeypatch.setattr("lightning_resilience.objects.Patience.pause", lambda self, seconds: False)
+
+    def down(*_: Any) -> None:
+        raise TierUnavailable("the bucket is down")
+
+    monkeypatch.setattr(FsspecObjects, "fetch", down)
+    with pytest.raises(TierUnavailable, match="the bucket is down"):
+        fit(tmp_path, on_unrestorable="fresh")
+
+
+def test_pin_in_the_cold_tier_counts_while_the_run_goes_on(tmp_path: Path) -> None:
+    class Pinning(ResilientCheckpoint):
+        def on_checkpoint_replicated(self, trainer: Any, pl_module: Any, checkpoint: Replicated) -> None:
+            if checkpoint.manifest.step == 2:
+                housekeeping.label(RemoteTier(url(tmp_path)), "epoch=0-step=2.ckpt", checkpoint.manifest, pinned=True)
+
+    fit(tmp_path, last=14, callback=Pinning, remote_keep=Keep(last=1))
+    assert set(steps(cold(tmp_path))) >= {2, 14}
+
+
+def test_failed_save_to_a_url_leaves_the_one_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = f"local://{tmp_path}/cold"
+
+    def train(last: int) -> None:
+        callback = ResilientCheckpoint(target, filename="best", enable_version_counter=False, schedule=EverySteps(2))
+        trainer = make_trainer(tmp_path, settle(), callback, max_steps=last, max_epochs=-1)
+        trainer.fit(TinyModel(), data(64), ckpt_path="last")
+
+    train(2)
+    put, calls = FsspecObjects.put, []
+
+    def failing(self: FsspecObjects, key: str, *args: Any) -> None:
+        calls.append(key)
+        if "meta" in key:
+            raise TierDenied("no")
+        put(self, key, *args)
+
+    monkeypatch.setattr(FsspecObjects, "put", failing)
+    with warnings.catch_warnings(), pytest.raises(SaveFailed):
+        warnings.simplefilter("ignore")
+        train(4)
+    monkeypatch.setattr(FsspecObjects, "put", put)
+    assert steps(cold(tmp_path)) == [2]
+
+
+def test_explicit_path_that_is_gone_here_is_fetched(tmp_path: Path) -> None:
+    fit(tmp_path)
+    shutil.rmtree(tmp_path / "hot" / "epoch=0-step=6.ckpt")
+    model = TinyModel()
+    checkpoint = ResilientCheckpoint(tmp_path / "hot", schedule=EverySteps(2), remote=url(tmp_path))
+    trainer = make_trainer(tmp_path, settle(), checkpoint, max_steps=8, max_epochs=-1)
+    trainer.fit(model, data(64), ckpt_path=tmp_path / "hot" / "epoch=0-step=6.ckpt")
+    assert model.history[0][0] == 6

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
 from forks import run_forks
 from lightning_resilience import EverySteps, ResilientCheckpoint
@@ -311,6 +311,12 @@ def test_too_little_left_for_a_larger_batch_begins_the_epoch_anew(tmp_path: Path
     with pytest.warns(UserWarning, match="begins anew"):
         seen = live(tmp_path, DataLoader(Ids(13), 4, drop_last=True), max_epochs=1)
     assert flat(seen[0]) == list(range(12))
+
+
+def test_batch_sampler_that_made_way_for_a_batch_size_begins_the_epoch_anew(tmp_path: Path) -> None:
+    live(tmp_path, DataLoader(Ids(), batch_sampler=BatchSampler(range(COUNT), 2, False)), 2, max_epochs=1)
+    with pytest.warns(UserWarning, match="begins anew"):
+        assert flat(live(tmp_path, DataLoader(Ids(), 4), max_epochs=1)[0]) == list(range(COUNT))
 
 
 # -- others who read, and copies --------------------------------------------------------------------------------------

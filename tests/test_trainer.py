@@ -854,3 +854,20 @@ class Recurring(TinyModel):
     def configure_optimizers(self) -> Any:
         first, *others = self.parameters()
         return torch.optim.SGD([{"params": [first]}, {"params": others}], lr=0.5)
+
+
+def test_two_callbacks_both_save_where_optimization_is_manual(tmp_path: Path) -> None:
+    class ByHand(TinyModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    both = [checkpoint_every(tmp_path / name, 2, keep=Keep(last=-1)) for name in ("a", "b")]
+    fit(tmp_path, settle(), *both, model=ByHand(), max_steps=8)
+    assert [[m.step for m in committed(tmp_path / name)] for name in ("a", "b")] == [[2, 4, 6, 8]] * 2
