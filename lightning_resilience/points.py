@@ -14,6 +14,10 @@ In a normal run nobody listens, and reaching a point costs one truth test.  The 
     forget.begin        before a checkpoint is taken out
     forget.renamed      after the rename, before its files go
     forget.end          after its files are gone
+    replicate.file      before each file that is sent to the cold tier
+    replicate.manifest  all files are there; before the manifest
+    replicate.end       after it
+    forget.remote       in the cold tier, after a manifest is gone and before its files go
 """
 
 from __future__ import annotations
