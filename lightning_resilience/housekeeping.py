@@ -16,11 +16,9 @@ from lightning_resilience import store
 from lightning_resilience.errors import CheckpointNotFound, SetupError
 from lightning_resilience.manifest import (
     EXTENSION,
-    HEALTHY,
     MANIFEST,
     PARTIAL,
     PINNED,
-    WEIGHTS_ONLY,
     FileEntry,
     Manifest,
     newest_first,
@@ -58,8 +56,7 @@ def choose(committed: Mapping[str, Manifest], step: int | None, where: str) -> s
     steps = ", ".join(str(committed[name].step) for name in newest_first(committed)) or "none"
     for name in newest_first(committed):
         manifest = committed[name]
-        resumable = manifest.health == HEALTHY and WEIGHTS_ONLY not in manifest.labels
-        if manifest.step == step or (step is None and resumable):
+        if manifest.step == step or (step is None and manifest.unresumable is None):
             return name
     wanted = "to resume from" if step is None else f"of step {step}"
     raise CheckpointNotFound(f"There is no checkpoint {wanted} in {where!r}.", hint=f"Steps that are there: {steps}.")
@@ -148,7 +145,7 @@ def label(tier: LocalTier | RemoteTier, name: str, manifest: Manifest, *, pinned
 
 def _refuse_another(tier: Tier, name: str, manifest: Manifest) -> None:
     there = store.read_manifest(tier, name)
-    if (there.run, there.sequence) != (manifest.run, manifest.sequence):
+    if (there.run, there.sequence) != (manifest.run, manifest.sequence):  # copies do not refer to other checkpoints
         raise SetupError(
             f"{tier.where(name)!r} is another checkpoint: save {there.sequence} of run {there.run}, step {there.step}.",
             hint="Copy to another place.",

@@ -146,6 +146,17 @@ class Manifest:
         return sum(entry.size for entry in self.files)
 
     @property
+    def unresumable(self) -> str | None:
+        """Why a run does not resume from it, however whole it is; None where it may."""
+        if WEIGHTS_ONLY in self.labels:
+            return "it holds weights only"
+        return None if self.health == HEALTHY else f"it is {self.health}"
+
+    def is_same_save(self, other: Manifest) -> bool:
+        """Whether both are of one save; labels may have changed since."""
+        return (self.run, self.sequence, self.files) == (other.run, other.sequence, other.files)
+
+    @property
     def own_size(self) -> int:
         """Bytes of the files that lie in its own folder."""
         return sum(entry.size for entry in self.files if entry.at is None)

@@ -169,7 +169,11 @@ class Replicator:
         """Names of the checkpoints that the cold tier should have and does not: their hot copy must stay."""
         with self._lock:
             hot, cold = dict(self._known.hot), self._known.cold
-            missing = {name: manifest for name, manifest in hot.items() if not _same(cold.get(name), manifest)}
+            missing = {
+                name: manifest
+                for name, manifest in hot.items()
+                if name not in cold or not manifest.is_same_save(cold[name])
+            }
             verdicts = judge({**cold, **missing}, self._keep, self._ranking)
         return {verdict.name for verdict in verdicts if verdict.keep and verdict.name in missing}
 
@@ -424,8 +428,3 @@ class Replicator:
 
     def _key(self, number: int, what: object = "") -> str:
         return f"{self._ranks.session}/{self._id}/{number}/{what}"
-
-
-def _same(one: Manifest | None, other: Manifest) -> bool:
-    """Whether two manifests are of the same save."""
-    return one is not None and (one.run, one.sequence, one.files) == (other.run, other.sequence, other.files)

@@ -22,7 +22,7 @@ from lightning_resilience.errors import (
     TierDenied,
     TierUnavailable,
 )
-from lightning_resilience.manifest import HEALTHY, MANIFEST, WEIGHTS_ONLY, FileEntry, Manifest
+from lightning_resilience.manifest import MANIFEST, FileEntry, Manifest
 from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.tiers import LocalTier
@@ -142,14 +142,7 @@ def _what_is_there(tier: LocalTier) -> dict[str, _Finding]:
         for name, error in listing.unusable.items()
         if name in tier.names() and not store.is_stock_folder(tier.path(name))
     }
-    return found | {name: _why_not(manifest) or manifest.order for name, manifest in listing.committed.items()}
-
-
-def _why_not(manifest: Manifest) -> str | None:
-    """Why a run does not resume from a checkpoint, however whole it is."""
-    if WEIGHTS_ONLY in manifest.labels:
-        return "it holds weights only"
-    return None if manifest.health == HEALTHY else f"it is {manifest.health}"
+    return found | {name: manifest.unresumable or manifest.order for name, manifest in listing.committed.items()}
 
 
 def _what_is_cold(ranks: Ranks, place: Place) -> dict[str, Manifest] | ResilienceError:
@@ -165,7 +158,7 @@ def _what_is_cold(ranks: Ranks, place: Place) -> dict[str, Manifest] | Resilienc
     if isinstance(listing, BaseException):
         raise listing
     assert listing is not None
-    return {name: manifest for name, manifest in listing.committed.items() if _why_not(manifest) is None}
+    return {name: manifest for name, manifest in listing.committed.items() if manifest.unresumable is None}
 
 
 def verify_together(ranks: Ranks, place: Place, name: str, there: Manifest | None = None) -> Source:

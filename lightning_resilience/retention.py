@@ -110,7 +110,7 @@ def judge(
     for place, name in enumerate(in_order if keep.last == -1 else in_order[: keep.last], start=1):
         reasons[name].append("newest" if place == 1 else f"{_ordinal(place)} newest")
     resumable = [name for name in in_order if WEIGHTS_ONLY not in manifests[name].labels]
-    healthy = [name for name in resumable if manifests[name].health == HEALTHY]
+    healthy = [name for name in in_order if manifests[name].unresumable is None]
     for guarded, why in ((resumable[:1], "newest to resume from"), (healthy[:1], "newest healthy")):
         for name in guarded:
             if not reasons[name]:

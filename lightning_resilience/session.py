@@ -28,9 +28,10 @@ from lightning_resilience.errors import (
     CheckpointNotFound,
     CheckpointUncommitted,
     SaveFailed,
+    SetupError,
 )
 from lightning_resilience.manifest import MANIFEST, META, PINNED, WEIGHTS_ONLY, Manifest, rank_file
-from lightning_resilience.objects import Stat
+from lightning_resilience.objects import Stat, shown
 from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.reader import CheckpointReader, canonical, load_trusted
 from lightning_resilience.remote import RemoteTier
@@ -323,7 +324,10 @@ class Session:
         """In the place of ``Strategy.save_checkpoint``: for callers who expect the checkpoint to be there on return."""
         if storage_options is not None:
             raise TypeError("storage_options is not used: ResilientCheckpoint writes to a folder.")
-        path = local_path(self.ranks.broadcast(os.fspath(filepath))).absolute()
+        text: str = self.ranks.broadcast(os.fspath(filepath))
+        if "://" in text and not text.startswith("file://"):
+            raise SetupError(f"trainer.save_checkpoint takes no URL, but {shown(text)!r} is one.", hint="Use remote=.")
+        path = local_path(text).absolute()
         weights_only = "optimizer_states" not in checkpoint
         facts = self._facts("trainer.save_checkpoint", self.trainer.current_epoch, {}, weights_only, (PINNED,))
         save = self.save_now(
