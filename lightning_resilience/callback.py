@@ -328,6 +328,7 @@ class ResilientCheckpoint(ModelCheckpoint):
             keep=self.keep,
             ranking=self.ranking,
             link=f"{self.CHECKPOINT_NAME_LAST}{self.FILE_EXTENSION}" if self.save_last else None,
+            remote_keep=self.remote_keep if cold is not None else None,
         )
         self._committed = manifests_in(self._folder, session.ranks)
         session.engine.count_from(self._committed.values())

@@ -44,7 +44,7 @@ from lightning_resilience.manifest import (
     newest_first,
 )
 from lightning_resilience.remote import RemoteTier
-from lightning_resilience.retention import Keep, Ranking
+from lightning_resilience.retention import Keep, Ranking, judge, understood
 from lightning_resilience.tiers import LocalTier, Tier, local_path
 
 PROG = "lightning-resilience"
@@ -312,6 +312,7 @@ def ls(options: argparse.Namespace) -> Document:
         cold = there.committed
         found.broken |= {there.tier.where(name): error for name, error in there.broken.items()}
     everything = {**cold, **found.committed}
+    kept = [_reasons(found.committed, "hot"), _reasons(cold, "cold")]
     own = "cold" if is_url(options.path) else "hot"
     return {
         "ok": not found.broken,
@@ -319,6 +320,7 @@ def ls(options: argparse.Namespace) -> Document:
         "checkpoints": [
             {
                 **_summary(name, everything[name]),
+                "kept": list(dict.fromkeys(reason for reasons in kept for reason in reasons.get(name, ()))),
                 "tiers": [tier for tier, has in ((own, found.committed), ("cold", cold)) if name in has],
             }
             for name in newest_first(everything)
@@ -326,6 +328,15 @@ def ls(options: argparse.Namespace) -> Document:
         "unusable": [{"name": name, **_failure(error)} for name, error in found.broken.items()],
         **found.mentioned(),
     }
+
+
+def _reasons(committed: dict[str, Manifest], tier: str) -> dict[str, tuple[str, ...]]:
+    """Why each checkpoint of a tier stays, or does not, by the rules that the newest one states."""
+    said = committed[newest_first(committed)[0]].extra.get("retention") if committed else None
+    rule = understood(said, tier) if said is not None else None
+    if rule is None:
+        return {}
+    return {verdict.name: verdict.reasons for verdict in judge(committed, *rule)}
 
 
 def _summary(name: str, manifest: Manifest) -> Document:
@@ -350,6 +361,7 @@ def render_ls(document: Document, width: int | None, now: datetime) -> Iterator[
             "HEALTH": ckpt["health"],
             "LABELS": ",".join(ckpt["labels"]),
             "METRICS": _metrics(ckpt["metrics"]),
+            "KEPT": "; ".join(ckpt["kept"]),
             "REASON": ckpt["reason"],
         }
         for ckpt in document["checkpoints"]

@@ -35,7 +35,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from lightning_resilience import points, store
+from lightning_resilience import points, retention, store
 from lightning_resilience.errors import ResilienceError, SaveFailed
 from lightning_resilience.manifest import (
     HEALTHY,
@@ -114,6 +114,7 @@ class Folder:
     keep: Keep | None = None
     ranking: Ranking | None = None
     link: str | None = None
+    remote_keep: Keep | None = None
 
 
 @dataclass
@@ -231,6 +232,7 @@ class Engine:
         keep: Keep | None = None,
         ranking: Ranking | None = None,
         link: str | None = None,
+        remote_keep: Keep | None = None,
     ) -> Folder:
         """For saving: check that every rank can write its folder, find out who shares it, and clear what a killed run
         left there.
@@ -244,7 +246,7 @@ class Engine:
             raise_first(self.ranks.gathered(lambda: tier.check_writable() if self.ranks.rank == 0 else None))
             sharing = tuple(range(self.ranks.world_size))
         leaders = tuple(sorted(set(self.ranks.all_gather(sharing[0]))))
-        folder = Folder(tier, sharing, leaders, keep, ranking, link)
+        folder = Folder(tier, sharing, leaders, keep, ranking, link, remote_keep)
         raise_first(self.ranks.gathered(lambda: self._take_over(folder)))
         return folder
 
@@ -553,7 +555,7 @@ class Engine:
             verdict.folder_done()
 
     def _manifest(self, save: Save, files: list[FileEntry]) -> Manifest:
-        facts = save.facts
+        facts, folder = save.facts, save.folder
         return Manifest(
             run=self.run,
             step=facts.step,
@@ -568,6 +570,9 @@ class Engine:
             strategy=facts.strategy,
             metrics=facts.metrics,
             versions=facts.versions,
+            extra={"retention": retention.stated(folder.keep, folder.remote_keep, folder.ranking)}
+            if folder.keep is not None
+            else {},
         )
 
     def _retain(self, save: Save) -> None:

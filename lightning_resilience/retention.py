@@ -7,9 +7,11 @@ Whatever a rule says, the newest checkpoint, the newest healthy one, pinned ones
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_resilience.errors import SetupError
 from lightning_resilience.manifest import HEALTHY, PINNED, WEIGHTS_ONLY, Manifest, newest_first
@@ -52,6 +54,23 @@ class Keep:
             )
         if self.max_bytes is not None and not _is_count(self.max_bytes):
             raise SetupError(f"Keep(max_bytes={self.max_bytes!r}): a number of bytes is wanted.")
+
+
+def stated(keep: Keep, remote: Keep | None, ranking: Ranking | None) -> dict[str, Any]:
+    """Rules as a manifest states them, for whoever looks at the checkpoints later."""
+    rules = {"hot": keep} | ({"cold": remote} if remote is not None else {})
+    said: dict[str, Any] = {tier: dataclasses.asdict(rule) for tier, rule in rules.items()}
+    return said | ({"monitor": ranking.monitor, "mode": ranking.mode} if ranking is not None else {})
+
+
+def understood(said: Mapping[str, Any], tier: str) -> tuple[Keep, Ranking | None] | None:
+    """The rule of ``hot`` or ``cold`` from what ``stated`` gave; None where there is none, or another version's."""
+    try:
+        arguments: dict[str, Any] = dict(said[tier])
+        keep = Keep(**arguments)
+        return keep, Ranking(said["monitor"], said["mode"]) if "monitor" in said else None
+    except (KeyError, TypeError, ValueError, SetupError):
+        return None
 
 
 def _is_count(value: object) -> bool:

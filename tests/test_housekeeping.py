@@ -13,6 +13,7 @@ from lightning_resilience.errors import TierUnavailable
 from lightning_resilience.manifest import MANIFEST, PINNED, SUSPECT
 from lightning_resilience.objects import FsspecObjects
 from lightning_resilience.remote import RemoteTier
+from lightning_resilience.retention import Keep, Ranking, stated
 from lightning_resilience.tiers import LocalTier
 from on_disk import FILES, flip, save, tree
 
@@ -207,3 +208,25 @@ def test_manifest_comes_last_in_a_push(hot: LocalTier, url: str, call: Any, monk
     call("push", hot.root, url)
     assert order[-1] == f"step=100.ckpt/{MANIFEST}"
     assert len(order) == len(FILES) + 2  # the probe, the files, the manifest
+
+
+def test_ls_says_why_each_checkpoint_is_kept_by_the_rules_of_its_run(tmp_path: Path, call: Any, capsys: Any) -> None:
+    tier = LocalTier(tmp_path / "hot")
+    rules = stated(Keep(last=1, milestones=200), Keep(last=2), Ranking("loss"))
+    for step in (200, 300, 400):
+        save(tier, step=step, extra={"retention": rules}, metrics={"loss": 1.0})
+    kept = {ckpt["name"]: ckpt["kept"] for ckpt in call("ls", tier.root)[1]["checkpoints"]}
+    assert kept == {
+        "step=400.ckpt": ["newest", "milestone 400"],
+        "step=300.ckpt": ["not among the newest 1 nor a milestone"],
+        "step=200.ckpt": ["milestone 200"],
+    }
+    cli.main(["ls", str(tier.root)])
+    assert "newest; milestone 400" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("said", [{}, {"hot": 3}, {"hot": {"last": 0}}, {"hot": {"forever": True}}, 7])
+def test_rules_that_nobody_understands_are_passed_over(tmp_path: Path, call: Any, said: Any) -> None:
+    tier = LocalTier(tmp_path / "hot")
+    save(tier, extra={"retention": said})
+    assert call("ls", tier.root)[1]["checkpoints"][0]["kept"] == []
