@@ -35,8 +35,8 @@ change labels, each by one rename.  Behind a URL the files have their names from
 ``world_size`` number of ranks that wrote it.
 ``strategy``   class name of the Lightning strategy.
 ``metrics``    numbers logged at that step; a number that is not finite is written as ``"nan"``, ``"inf"``, ``"-inf"``.
-``retention``  optional: the run's rules when it was saved, ``hot`` and ``cold`` (arguments of ``Keep``), ``monitor`` and
-               ``mode``.  For people: a run goes by the rules that it is given now.
+``retention``  optional: the run's rules when it was saved, ``hot`` and ``cold`` (arguments of ``Keep``), ``monitor``,
+               ``mode``.  For people: a run goes by the rules it is given now.
 ``versions``   of ``torch``, ``lightning`` and ``lightning_resilience``.
 ``files``      one object a file: ``path`` (a plain name), ``size`` (bytes), ``xxh3_128`` (hex digest of the content),
                ``rank`` (who wrote it), and optionally ``at``: the name of the checkpoint beside this one that holds
