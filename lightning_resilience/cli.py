@@ -312,8 +312,8 @@ def ls(options: argparse.Namespace) -> Document:
         cold = there.committed
         found.broken |= {there.tier.where(name): error for name, error in there.broken.items()}
     everything = {**cold, **found.committed}
-    kept = [_reasons(found.committed, "hot"), _reasons(cold, "cold")]
     own = "cold" if is_url(options.path) else "hot"
+    kept = [_reasons(found.committed, own) or _reasons(found.committed, "hot"), _reasons(cold, "cold")]
     return {
         "ok": not found.broken,
         "root": found.tier.where(),
