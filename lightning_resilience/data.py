@@ -259,17 +259,17 @@ class DataPosition:
             return
         saved["loaders"] = [dealt]
         if not same:
-            self._say_what_is_left(dealt, positions[0]["share"], shares[0])
+            before, now = (share["ranks"] * share["batch_size"] for share in (positions[0]["share"], shares[0]))
+            self._loop.go_to_batch(dealt["offset"] // now, batches(dealt["part"], shares[0]))
+            self._tell_of_other_batches(dealt["offset"], before, now)
 
-    def _say_what_is_left(self, dealt: Position, was: Share, share: Share) -> None:
-        before, now = (one["ranks"] * one["batch_size"] for one in (was, share))
-        self._loop.go_to_batch(dealt["offset"] // now, batches(dealt["part"], share))
-        if self.rank == 0:
-            rank_zero_warn(
-                f"The epoch goes on after {dealt['offset']} samples, with each of the others once (a few twice where"
-                f" they do not come out even). A batch of all ranks together is {now} samples; it was {before}."
-                + ("" if now == before else " Change accumulate_grad_batches or the learning rate if that matters.")
-            )
+    @staticmethod
+    def _tell_of_other_batches(offset: int, before: int, now: int) -> None:
+        rank_zero_warn(
+            f"The epoch goes on after {offset} samples, with each of the others once (a few twice where they do not come"
+            f" out even). A batch of all ranks together is {now} samples; it was {before}."
+            + ("" if now == before else " Change accumulate_grad_batches or the learning rate if that matters.")
+        )
 
     def _begin_anew(self, why: str) -> None:
         """Read the whole epoch again, rather than leave out its end."""
