@@ -266,8 +266,8 @@ class DataPosition:
     @staticmethod
     def _tell_of_other_batches(offset: int, before: int, now: int) -> None:
         rank_zero_warn(
-            f"The epoch goes on after {offset} samples, with each of the others once (a few twice where they do not come"
-            f" out even). A batch of all ranks together is {now} samples; it was {before}."
+            f"The epoch goes on after {offset} samples, with each of the others once (a few twice where they do not"
+            f" come out even). A batch of all ranks together is {now} samples; it was {before}."
             + ("" if now == before else " Change accumulate_grad_batches or the learning rate if that matters.")
         )
 
