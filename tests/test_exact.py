@@ -152,7 +152,7 @@ def test_samples_losses_and_weights_go_on_bit_for_bit(tmp_path: Path, name: str)
     reference = run(tmp_path / "whole", LOADERS[name], [None])
     batches = len(reference.seen) // 3
     assert batches >= 3
-    for stops in ([1], [batches - 1], [batches], [batches + 2], [2, batches + 1, 2 * batches + 1]):
+    for stops in ([1], [batches], [2, batches + 1, 2 * batches + 1]):
         where = tmp_path / "-".join(map(str, stops))
         assert_same(run(where, LOADERS[name], [*stops, None]), reference)
 

@@ -138,7 +138,9 @@ def life(folder: Path, name: str, ranks: int, batch: int, stop: int | None, kind
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", ["shuffled", "2 workers", "in order"])
+@pytest.mark.parametrize(
+    "kind", ["shuffled", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("2 workers", "in order"))]
+)
 @pytest.mark.parametrize(
     "lives",
     [

@@ -106,7 +106,12 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("name", RULES)
+EVERY_DAY = ("slow down", "flipped bits")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in EVERY_DAY else pytest.param(name, marks=pytest.mark.slow) for name in RULES]
+)
 def test_run_through_a_bad_network_ends_with_everything_there(
     tmp_path: Path, bucket: Bucket, faults: Faults, name: str
 ) -> None:
@@ -133,7 +138,7 @@ def test_wrong_bucket_stops_the_run_at_setup(tmp_path: Path, bucket: Bucket) -> 
     assert trainer.global_step == 0
 
 
-@pytest.mark.parametrize("lives", [6, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lives", [3, pytest.param(60, marks=pytest.mark.slow)])
 def test_whatever_is_killed_what_was_reported_is_there_and_last_never_goes_back(
     tmp_path: Path, bucket: Bucket, s3_server: S3Server, lives: int
 ) -> None:
@@ -155,7 +160,7 @@ def test_whatever_is_killed_what_was_reported_is_there_and_last_never_goes_back(
         sequences = [manifest.sequence for manifest in found.values()]
         assert max(sequences, default=0) >= max(newest, *reported)
         newest = max(sequences, default=0)
-    assert newest > 3
+    assert newest > 1
 
 
 def _kill(what: str, running: Any, server: S3Server, pause: float) -> None:
