@@ -308,15 +308,16 @@ class S3Objects:
     def _call(self, operation: str, **arguments: Any) -> Any:
         """One request; with fresh credentials where those in hand are not taken any more."""
         for fresh in (False, True):
-            client = self._client()
+            client = None
             try:
+                client = self._client()
                 return getattr(client, operation)(Bucket=self.bucket, **self._everywhere, **arguments)
             except Exception as error:
                 # The answer to HEAD has no body, so it does not say what is wrong.
                 unsaid = operation == "head_object" and _code(error) == "400"
                 if not fresh and (unsaid or _code(error) in _STALE):
                     with self._lock:
-                        if self._made is not None and self._made[1] is client:
+                        if self._made is not None and self._made[1] is client:  # not another thread's new one
                             self._made = None
                     continue
                 raise self._translated(error, operation, arguments.get("Key", "")) from None
