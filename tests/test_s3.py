@@ -159,7 +159,7 @@ def test_whatever_is_killed_what_was_reported_is_there_and_last_never_goes_back(
             shutil.rmtree(tmp_path / "hot", ignore_errors=True)
         found = fresh(bucket.url, bucket.storage_options)
         sequences = [manifest.sequence for manifest in found.values()]
-        assert max(sequences, default=0) >= max(newest, *reported)
+        assert max(sequences, default=0) >= max([newest, *reported])
         newest = max(sequences, default=0)
     run_fork(train, tmp_path, bucket.url, bucket.storage_options, steps + 2)  # left alone, it gets there
     assert max(manifest.step for manifest in fresh(bucket.url, bucket.storage_options).values()) == steps + 2
