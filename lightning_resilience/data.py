@@ -113,6 +113,12 @@ class Loop(Protocol):
     def made_anew_since(self, epoch: float) -> bool:
         """Whether loaders that were made in ``epoch`` would have been made anew by now."""
 
+    def is_from_hook(self) -> bool:
+        """Whether a hook makes the training loaders, rather than that they were given to ``fit``."""
+
+    def is_given(self, loader: object) -> bool:
+        """Whether a loader is the very object that was given to ``fit``."""
+
     @property
     def sets_up(self) -> bool:
         """Whether the loaders are being made, and not read yet."""
@@ -209,9 +215,11 @@ class DataPosition:
         if position is None or not self._begins_an_epoch:
             return position
         position = {**position, "count": 0, "passes": 0, "offset": 0, "ended_at": position["count"]}
-        if self._saved is not None and self._loop.made_anew_since(self._saved["reloaded_in"]):
-            return {**position, "own": None, "workers": {}, "generators": []}
-        return position
+        anew = self._saved is not None and self._loop.made_anew_since(self._saved["reloaded_in"])
+        if not anew or self._loop.is_given(loader):
+            return position
+        fresh: dict[str, Any] = {"own": None, "workers": {}}
+        return {**position, **fresh, **({"generators": []} if self._loop.is_from_hook() else {})}
 
     def epoch_begins(self) -> None:
         """The first epoch of this process is about to begin, with loaders that were made in it."""

@@ -48,6 +48,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_flatten
 
 from lightning_resilience.errors import CheckpointIncompatible, SetupError
 from lightning_resilience.reader import CheckpointReader, canonical, empty
@@ -65,6 +66,9 @@ PRIVATE_NAMES = (
     "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop.on_advance_end",
     "lightning.pytorch.loops.fit_loop:_FitLoop.on_advance_end",
     "lightning.pytorch.loops.fit_loop:_FitLoop.setup_data",
+    "lightning.pytorch.loops.fit_loop:_FitLoop.__init__._data_source",
+    "lightning.pytorch.trainer.connectors.data_connector:_DataLoaderSource.is_module",
+    "torch.utils._pytree:tree_flatten",
     "lightning.pytorch.loops.loop:_Loop.restarting",
     "lightning.pytorch.loops.fit_loop:_FitLoop._can_stop_early",
     "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop.__init__._batches_that_stepped",
@@ -709,6 +713,15 @@ class Doorway:
         """Whether loaders that were made in ``epoch`` would have been made anew by now."""
         every: int = self.trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set by Lightning
         return bool(every) and self.trainer.current_epoch - epoch >= every
+
+    def is_from_hook(self) -> bool:
+        """Whether the training loaders come from a hook of the model or DataModule, rather than from ``fit``."""
+        return bool(self.trainer.fit_loop._data_source.is_module())
+
+    def is_given(self, loader: object) -> bool:
+        """Whether a loader is the very object that was given to ``fit``, not one that Lightning made from it."""
+        given = self.trainer.fit_loop._data_source.instance
+        return any(loader is leaf for leaf in tree_flatten(getattr(given, "iterables", given))[0])
 
     def set_cycled(self, cycled: list[bool]) -> None:
         """Undo ``cycled``."""
