@@ -6,7 +6,6 @@ Each copy is made as a save is: files first, each checked on its way, the manife
 from __future__ import annotations
 
 import dataclasses
-import os
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -84,10 +83,7 @@ def pull(source: RemoteTier, name: str, manifest: Manifest, target: LocalTier, t
                 source.fetch(store.holder(name, entry), entry, target.path(partial, entry.path))
 
             _each(fetch, name, manifest, tell)
-            own = dataclasses.replace(
-                manifest, files=tuple(dataclasses.replace(entry, at=None) for entry in manifest.files)
-            )
-            store.commit(target, partial, name, own)
+            store.commit(target, partial, name, manifest.standing_alone())
         except BaseException:
             target.discard(partial)
             raise
@@ -110,8 +106,7 @@ def push(source: LocalTier, name: str, manifest: Manifest, target: RemoteTier, t
         sent.append(target.send(name, entry, source.path(store.holder(name, entry), entry.path)))
 
     _each(send, name, manifest, tell)
-    own = dataclasses.replace(manifest, files=tuple(dataclasses.replace(entry, at=None) for entry in manifest.files))
-    target.seal(name, own)
+    target.seal(name, manifest.standing_alone())
     return sum(sent)
 
 
@@ -132,14 +127,7 @@ def label(tier: LocalTier | RemoteTier, name: str, manifest: Manifest, *, pinned
     labels = tuple(word for word in manifest.labels if word != PINNED) + ((PINNED,) if pinned else ())
     if set(labels) == set(manifest.labels):
         return False
-    changed = dataclasses.replace(manifest, labels=labels)
-    if isinstance(tier, RemoteTier):
-        tier.write(name, MANIFEST, changed.to_bytes())
-        return True
-    fresh = f".{MANIFEST}.{uuid.uuid4().hex[:8]}"
-    tier.write(name, fresh, changed.to_bytes())
-    os.replace(tier.path(name, fresh), tier.path(name, MANIFEST))
-    tier.sync(name)
+    tier.put_manifest(name, dataclasses.replace(manifest, labels=labels).to_bytes())
     return True
 
 

@@ -158,6 +158,10 @@ class Manifest:
         """Whether both are of one save; labels may have changed since."""
         return (self.run, self.sequence, self.files) == (other.run, other.sequence, other.files)
 
+    def standing_alone(self) -> Manifest:
+        """The manifest of a copy that holds the bytes of all its files itself."""
+        return dataclasses.replace(self, files=tuple(dataclasses.replace(entry, at=None) for entry in self.files))
+
     @property
     def own_size(self) -> int:
         """Bytes of the files that lie in its own folder."""

@@ -199,6 +199,10 @@ class RemoteTier:
         self.patience(lambda: self.objects.put(key, _from_memory(view), entry.size, entry.xxh3_128))
         return entry
 
+    def put_manifest(self, name: str, content: bytes) -> None:
+        """Put a manifest in the place of an older one."""
+        self.write(name, MANIFEST, content)
+
     def sync(self, name: str = "") -> None:
         """Nothing: what was put lasts."""
 

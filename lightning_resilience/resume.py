@@ -25,12 +25,9 @@ from lightning_resilience.errors import (
 from lightning_resilience.manifest import MANIFEST, FileEntry, Manifest
 from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.remote import RemoteTier
-from lightning_resilience.tiers import LocalTier
+from lightning_resilience.tiers import FETCHED, LocalTier
 
 log = logging.getLogger("lightning_resilience")
-
-FETCHED = ".fetched-"
-"""Marks a file on its way to its place."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,7 +203,7 @@ def verify_together(ranks: Ranks, place: Place, name: str, there: Manifest | Non
     for file in sorted(lacking.keys() - lost.keys()):
         _copy(ranks, place, name, manifest.file(file), holding[file], lacking[file])
     lacks = isinstance(manifests[ranks.rank], BaseException) and ranks.rank == place.sharing[0]
-    raise_first(ranks.gathered(lambda: _put_manifest(tier, name, manifest) if lacks else None))
+    raise_first(ranks.gathered(lambda: tier.put_manifest(name, manifest.to_bytes()) if lacks else None))
     return Source(tier, name, manifest, fetched=sum(entry.size for entry in manifest if entry.path in lost))
 
 
@@ -262,14 +259,6 @@ def _take_in(tier: LocalTier, holder: str, entry: FileEntry, sink: Path | None) 
         raise CheckpointCorrupt(f"{entry.path} was damaged on its way here.", problems=(f"{entry.path}: bad copy",))
     os.replace(sink, tier.path(holder, entry.path))
     tier.sync(holder)
-
-
-def _put_manifest(tier: LocalTier, name: str, manifest: Manifest) -> None:
-    """Put a manifest where there is none, or a damaged one."""
-    fresh = f".{MANIFEST}{FETCHED}{uuid.uuid4().hex[:12]}"
-    tier.write(name, fresh, manifest.to_bytes())
-    os.replace(tier.path(name, fresh), tier.path(name, MANIFEST))
-    tier.sync(name)
 
 
 def open_explicit(ranks: Ranks, path: Path, place: Place | None = None) -> Source:

@@ -35,6 +35,8 @@ _LEFTOVER = re.compile(
 """Names of what is being saved or removed: any token after ``.ckpt``, which is ours; after other names (people choose
 them for ``trainer.save_checkpoint``) only a token of the very form that we give out."""
 
+FETCHED = ".fetched-"
+"""Marks a file on its way to its place."""
 BLOCK = 16 * 2**20
 """Bytes hashed and written at a time."""
 ALIGNED = 4096
@@ -290,6 +292,13 @@ class LocalTier:
             for file in files:
                 self.path(partial, file).unlink(missing_ok=True)
             self.path(partial).rmdir()
+
+    def put_manifest(self, name: str, content: bytes) -> None:
+        """Put a manifest in the place of a missing, damaged or older one, in one step."""
+        fresh = f".{MANIFEST}{FETCHED}{uuid.uuid4().hex[:12]}"
+        self.write(name, fresh, content)
+        os.replace(self.path(name, fresh), self.path(name, MANIFEST))
+        self.sync(name)
 
     def remove(self, name: str) -> None:
         """Let ``name`` disappear in one step, then free its bytes; other checkpoints that link to them keep theirs."""
