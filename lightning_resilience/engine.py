@@ -46,7 +46,6 @@ from lightning_resilience.manifest import (
     FileEntry,
     Manifest,
     rank_file,
-    shard_file,
 )
 from lightning_resilience.ranks import Board, Ranks, attempt, raise_first
 from lightning_resilience.remote import RemoteTier
@@ -264,6 +263,7 @@ class Engine:
                 log.warning("event=sweep folder=%s what=%r", folder.tier.where(), sentence)
             if isinstance(folder.tier, RemoteTier):
                 folder.tier.sweep_uploads()
+                folder.tier.sweep(store.list_checkpoints(folder.tier).uncommitted)
 
     def count_from(self, manifests: Collection[Manifest]) -> None:
         """Number the saves to come after those that are there, on all ranks alike."""
@@ -341,7 +341,7 @@ class Engine:
         slot = self._plan.next_slot()
         slot.fill(prepared.flat, prepared.objects or dump_objects(self._plan.layout, prepared.flat) or {})
         rank = self.ranks.rank
-        job.files[shard_file(rank)] = slot.view()
+        job.files |= {file: slot.view()[where] for file, where in self._plan.layout.files(rank).items()}
         job.files[rank_file(rank)] = snapshot.rank_state
         if rank == 0:
             job.files[META] = snapshot.meta

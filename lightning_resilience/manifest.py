@@ -4,6 +4,9 @@ A checkpoint is a folder whose name ends in ``.ckpt`` (``EXTENSION``)::
 
     epoch=0-step=1200.ckpt/
         __0_0.distcp  __1_0.distcp …    each rank's shards: a row of ``torch.save`` streams, DCP's own file format
+        __0_1.distcp …                  what all ranks read beside their shards (counters, ``param_groups``), written by
+                                        one of them, so that a node that lost its files fetches no more than these and
+                                        the shards of its own ranks
         .metadata                       DCP's planning record: which piece of which tensor lies where
         meta.pt                         Lightning's trainer state (loops, callbacks, lr schedulers, hparams, …)
         rank_00000.pt …                 each rank's own state: ``python``, ``numpy``, ``torch``, ``cuda`` random number
@@ -82,9 +85,9 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.pt"
 
 
-def shard_file(rank: int) -> str:
-    """Name of one rank's shard file."""
-    return f"__{rank}_0.distcp"
+def shard_file(rank: int, part: int = 0) -> str:
+    """Name of one rank's shard file; with ``part`` 1 of what all ranks read."""
+    return f"__{rank}_{part}.distcp"
 
 
 def digest(data: bytes | memoryview) -> str:
@@ -174,6 +177,11 @@ class Manifest:
 
     def __iter__(self) -> Iterator[FileEntry]:
         return iter(self.files)
+
+    @property
+    def paths(self) -> set[str]:
+        """Names of all files."""
+        return {entry.path for entry in self.files}
 
     def file(self, path: str) -> FileEntry | None:
         """The entry of one file, or None."""

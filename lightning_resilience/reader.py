@@ -99,6 +99,27 @@ class CheckpointReader(StorageReader):
         parts = {path[0] for path in self.paths.values()}
         return sum(1 for part in parts if re.fullmatch(r"optimizer_\d+", str(part)))
 
+    def files_for(self, model: Mapping[str, Any]) -> set[str]:
+        """Names of the shard files with this rank's part of the state.
+
+        Args:
+            model: the model's sharded state.  An optimizer's state that has the shape of its parameter is read where
+                the parameter is; what is of another shape, or belongs to no parameter, is read whole.
+        """
+        live = {canonical(name): value for name, value in model.items() if isinstance(value, Tensor)}
+        targets: dict[str, Any] = {}
+        for key, path in self.paths.items():
+            entry = self.metadata.state_dict_metadata.get(key)
+            # model.NAME, or optimizer_0.state.NAME.exp_avg
+            name = key_of(path[1:]) if path[0] == "model" else str(path[2]) if len(path) == 4 else ""
+            target = live.get(name)
+            if isinstance(entry, TensorStorageMetadata) and target is not None and target.size() == entry.size:
+                targets[key] = target
+        where = self.metadata.storage_data
+        parts = [where[item.storage_index] for item in self._planner(targets).create_local_plan().items]
+        wholes = [info for index, info in where.items() if index.fqn not in targets]
+        return {info.relative_path for info in (*parts, *wholes)}
+
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def read_into(self, targets: Mapping[str, Any]) -> None:
@@ -107,10 +128,14 @@ class CheckpointReader(StorageReader):
         Args:
             targets: tensors of the checkpoint's global shapes (plain, DTensor or ShardedTensor) by canonical key.
         """
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(dict(targets), self.metadata)
+        planner = self._planner(targets)
         with collector_paused():
             self.read_data(planner.create_local_plan(), planner)
+
+    def _planner(self, targets: Mapping[str, Any]) -> DefaultLoadPlanner:
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(dict(targets), self.metadata)
+        return planner
 
     def _tensor(self, key: str) -> TensorStorageMetadata:
         entry = self.metadata.state_dict_metadata[key]

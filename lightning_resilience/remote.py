@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import uuid
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -18,7 +19,7 @@ import xxhash
 
 from lightning_resilience import points
 from lightning_resilience.errors import CheckpointCorrupt, ResilienceError, TierDenied, TierUnavailable
-from lightning_resilience.manifest import EXTENSION, MANIFEST, PARTIAL, FileEntry, Manifest, digest
+from lightning_resilience.manifest import EXTENSION, MANIFEST, META, METADATA, PARTIAL, FileEntry, Manifest, digest
 from lightning_resilience.objects import PART, Objects, Patience, Read, Stat, open_objects
 from lightning_resilience.tiers import digest_of
 
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 log = logging.getLogger("lightning_resilience")
+
+_OURS = re.compile(rf"__\d+_\d+\.distcp|rank_\d+\.pt|{re.escape(METADATA)}|{re.escape(META)}")
+"""Names of the files of a checkpoint."""
 
 
 class RemoteTier:
@@ -172,6 +176,22 @@ class RemoteTier:
         """Give up the uploads that a killed process began and never ended."""
         if count := self.patience(self.objects.sweep):
             log.info("event=sweep tier=cold url=%s uploads=%d", self.where(), count)
+
+    def sweep(self, unsealed: Collection[str]) -> None:
+        """Delete what a killed save, copy or removal left.
+
+        Args:
+            unsealed: names without a manifest that nobody is working on.  One is left alone where the files under it
+                are not named as ours are, or are a whole checkpoint of stock Lightning.
+        """
+        for name in unsealed:
+            files = self.files(name)
+            if MANIFEST in files or not all(map(_OURS.fullmatch, files)):
+                continue
+            if {METADATA, META} <= files.keys() and not any(file.startswith("rank_") for file in files):
+                continue
+            self.remove(name)
+            log.info("event=sweep tier=cold url=%s files=%d", self.where(name), len(files))
 
     # -- saving without a local folder --------------------------------------------------------------------------------
 

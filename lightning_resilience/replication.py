@@ -122,6 +122,8 @@ class Replicator:
         self._failures = 0
         self._failed: dict[str, int] = {}
         self._spoiled: set[str] = set()
+        self._unsealed: set[str] = set()
+        self._has_offer = False
         self._closed_at = math.inf
         self._current: str | None = None
         found = ranks.gathered(lambda: self._take_over(tolerant))
@@ -139,7 +141,7 @@ class Replicator:
         try:
             self.tier.probe()
             self.tier.sweep_uploads()
-            return store.list_checkpoints(self.tier).committed
+            return self._list()
         except TierUnavailable as error:
             if not tolerant:
                 raise
@@ -148,6 +150,12 @@ class Replicator:
                 error.message,
             )
             return None
+
+    def _list(self) -> dict[str, Manifest]:
+        """What the cold tier has; takes note of what a killed process left there."""
+        listing = store.list_checkpoints(self.tier)
+        self._unsealed = listing.uncommitted
+        return listing.committed
 
     # -- the training thread ------------------------------------------------------------------------------------------
 
@@ -158,6 +166,7 @@ class Replicator:
             self._known.hot = dict(committed)
             self._known.since = {name: self._known.since.get(name, now) for name in committed}
             self._in_use = set(in_use)
+            self._has_offer = True
         self._wake.set()
 
     def known_cold(self) -> list[Manifest]:
@@ -238,7 +247,9 @@ class Replicator:
     def _lead(self, board: Board) -> None:
         number = 0
         while not self._stop.is_set():
-            name = self._current = self._next() if self._knows_what_is_there() else None
+            if knows := self._knows_what_is_there():
+                self._sweep()
+            name = self._current = self._next() if knows else None
             if name is None:
                 if self._is_over():
                     break
@@ -273,7 +284,7 @@ class Replicator:
         """Whether the cold tier has been listed; tries to, where it did not answer at the start."""
         if not self._has_listed:
             try:
-                found = store.list_checkpoints(self.tier).committed
+                found = self._list()
             except (ResilienceError, OSError):
                 self._failures += 1
                 return False
@@ -281,6 +292,15 @@ class Replicator:
                 self._known.cold |= found
             self._has_listed = True
         return True
+
+    def _sweep(self) -> None:
+        """Delete the files of checkpoints that a kill kept from being whole and that no folder has any more; what is
+        still on its way goes on from them."""
+        if self._unsealed and self._has_offer:
+            with self._lock:
+                names, self._unsealed = self._unsealed - self._known.hot.keys(), set()
+            with suppress(ResilienceError, OSError):  # the next start tries again
+                self.tier.sweep(names)
 
     def _copy(self, board: Board, number: int, name: str, manifest: Manifest, owners_only: bool) -> Outcome:
         """See one checkpoint through; why it did not get there, if it did not."""

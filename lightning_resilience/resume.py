@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lightning_resilience import store
@@ -22,7 +22,7 @@ from lightning_resilience.errors import (
     TierDenied,
     TierUnavailable,
 )
-from lightning_resilience.manifest import MANIFEST, FileEntry, Manifest
+from lightning_resilience.manifest import MANIFEST, META, METADATA, FileEntry, Manifest
 from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.tiers import FETCHED, LocalTier
@@ -84,9 +84,14 @@ class Search:
         return "; ".join(f"{Path(path).name}: {why}" for path, why in self.skipped.items())
 
 
-def find_last(ranks: Ranks, places: Sequence[Place]) -> Search:
+def find_last(ranks: Ranks, places: Sequence[Place], needs: Needs | None = None) -> Search:
     """The newest healthy checkpoint in ``places``, or in the cold tiers behind them, that all ranks together can
     restore.  Collective.
+
+    Args:
+        ranks: who resumes.
+        places: where to look.
+        needs: see ``verify_together``.
 
     Raises:
         TierUnavailable, TierDenied: a cold tier does not answer, and without it there is nothing to resume.
@@ -117,7 +122,7 @@ def find_last(ranks: Ranks, places: Sequence[Place]) -> Search:
     for _, index, name, there in sorted(candidates, key=lambda one: one[:3], reverse=True):
         place = places[index]
         try:
-            search.source = verify_together(ranks, place, name, there)
+            search.source = verify_together(ranks, place, name, there, needs)
             return search
         except (TierUnavailable, TierDenied):
             raise  # it may be whole: an older one, or none, is not the answer to an outage
@@ -158,15 +163,25 @@ def _what_is_cold(ranks: Ranks, place: Place) -> dict[str, Manifest] | Resilienc
     return {name: manifest for name, manifest in listing.committed.items() if manifest.unresumable is None}
 
 
-def verify_together(ranks: Ranks, place: Place, name: str, there: Manifest | None = None) -> Source:
-    """Check every byte of a checkpoint, each file by one rank of each folder, and make it whole on every folder, with
-    the bytes of another folder or of the cold tier.  Collective.
+Needs = Callable[[Source], set[str]]
+"""Names of the files of a checkpoint that this rank reads when it loads it, told from the small ones that are there."""
+
+
+def verify_together(
+    ranks: Ranks, place: Place, name: str, there: Manifest | None = None, needs: Needs | None = None
+) -> Source:
+    """Check every byte of a checkpoint, each file by one rank of each folder, and bring every folder what its ranks
+    need, with the bytes of another folder or of the cold tier.  Collective.
+
+    A folder that all ranks share is made whole.  One of several gets the files that its own ranks read, and no more,
+    so that a node does not fetch what the others hold.
 
     Args:
         ranks: who checks.
         place: where.
         name: of the checkpoint.
         there: its manifest in the cold tier, if it is there.
+        needs: tells what this rank reads; all of it if None.
 
     Raises:
         CheckpointCorrupt: a file is damaged or missing everywhere; on all ranks.
@@ -179,42 +194,84 @@ def verify_together(ranks: Ranks, place: Place, name: str, there: Manifest | Non
         raise_first(manifests)
     manifest = good[0] if good else there
     assert manifest is not None
-    mine = manifest.files[place.sharing.index(ranks.rank) :: len(place.sharing)]
-    checked = ranks.gathered(lambda: {entry.path: store.content_problem(tier, name, entry) for entry in mine})
-    raise_first(checked)
+    source = Source(tier, name, manifest)
+    found = _look(ranks, place, name, manifest)
+    if (lost := found.lost) and there is None:
+        raise CheckpointCorrupt(f"{name} is damaged: {'; '.join(lost.values())}.", problems=tuple(lost.values()))
+    small = {METADATA, META}
+    fetched = _bring(ranks, place, source, found, small)
+    mine = manifest.paths - small
+    if found.lacking and needs is not None and len(place.sharing) < ranks.world_size:
+        needed = ranks.gathered(lambda: needs(source))
+        raise_first(needed)
+        mine &= set().union(*(needed[rank] for rank in place.sharing))  # type: ignore[arg-type]
+    fetched += _bring(ranks, place, source, found, mine)
+    lacks = isinstance(manifests[ranks.rank], BaseException) and ranks.rank == place.sharing[0]
+    raise_first(ranks.gathered(lambda: tier.put_manifest(name, manifest.to_bytes()) if lacks else None))
+    return replace(source, fetched=sum(ranks.all_gather(fetched)))
 
-    problems: dict[str, str] = {}
-    lacking: dict[str, set[int]] = {}
-    holding: dict[str, int] = {}
-    leader_of = dict(enumerate(ranks.all_gather(place.sharing[0])))
-    for rank, findings in enumerate(checked):
+
+@dataclass
+class _Found:
+    """Where the files of a checkpoint are: of each, the ``holding`` folder (by the rank of its leader) that has it
+    whole, and the folders that are ``lacking`` it, and why."""
+
+    holding: dict[str, int] = field(default_factory=dict)
+    lacking: dict[str, dict[int, str]] = field(default_factory=dict)
+
+    @property
+    def lost(self) -> dict[str, str]:
+        """The files that no folder has, and why not."""
+        return {file: next(iter(why.values())) for file, why in self.lacking.items() if file not in self.holding}
+
+
+def _look(ranks: Ranks, place: Place, name: str, manifest: Manifest) -> _Found:
+    """Check the files of a checkpoint in every folder, shared out over the ranks that share it.  Collective."""
+    mine = manifest.files[place.sharing.index(ranks.rank) :: len(place.sharing)]
+    checked = ranks.gathered(lambda: {entry.path: store.content_problem(place.tier, name, entry) for entry in mine})
+    raise_first(checked)
+    found = _Found()
+    for leader, findings in zip(ranks.all_gather(place.sharing[0]), checked, strict=True):
         assert isinstance(findings, dict)
         for file, problem in findings.items():
             if problem is None:
-                holding.setdefault(file, leader_of[rank])
+                found.holding.setdefault(file, leader)
             else:
-                lacking.setdefault(file, set()).add(leader_of[rank])
-                problems[file] = problem
-    lost = {file: problem for file, problem in problems.items() if file not in holding}
-    if lost and there is None:
-        raise CheckpointCorrupt(f"{name} is damaged: {'; '.join(lost.values())}.", problems=tuple(lost.values()))
+                found.lacking.setdefault(file, {})[leader] = problem
+    return found
+
+
+def _bring(ranks: Ranks, place: Place, source: Source, found: _Found, files: Collection[str]) -> int:
+    """Bring this rank's folder those of ``files`` that it lacks.  Collective, with other files in each folder.
+
+    Returns:
+        Bytes that this rank fetched from the cold tier.
+    """
+    manifest, leader = source.manifest, place.sharing[0]
+    assert manifest is not None
+    lost = found.lost.keys()
+    wanted = {file for file in files if leader in found.lacking.get(file, ())}
+    fetched = 0
     if lost:
-        _fetch(ranks, place, name, [entry for entry in manifest if entry.path in lost])
-    for file in sorted(lacking.keys() - lost.keys()):
-        _copy(ranks, place, name, manifest.file(file), holding[file], lacking[file])
-    lacks = isinstance(manifests[ranks.rank], BaseException) and ranks.rank == place.sharing[0]
-    raise_first(ranks.gathered(lambda: tier.put_manifest(name, manifest.to_bytes()) if lacks else None))
-    return Source(tier, name, manifest, fetched=sum(entry.size for entry in manifest if entry.path in lost))
+        fetched = _fetch(ranks, place, source.name, [entry for entry in manifest if entry.path in wanted & lost])
+    sinks: dict[str, set[int]] = {}
+    for sink, names in ranks.all_gather((leader, sorted(wanted - lost))):
+        for file in names:
+            sinks.setdefault(file, set()).add(sink)
+    for file in sorted(sinks):
+        _copy(ranks, place, source.name, manifest.file(file), found.holding[file], sinks[file])
+    return fetched
 
 
-def _fetch(ranks: Ranks, place: Place, name: str, entries: Sequence[FileEntry]) -> None:
-    """Bring files from the cold tier to every folder, each once to each, shared out over the ranks that share it."""
+def _fetch(ranks: Ranks, place: Place, name: str, entries: Sequence[FileEntry]) -> int:
+    """Bring files from the cold tier to this rank's folder, shared out over the ranks that share it; the bytes that
+    this rank fetched."""
     cold, tier = place.cold, place.tier
     assert cold is not None
-    number = place.sharing.index(ranks.rank)
+    mine = entries[place.sharing.index(ranks.rank) :: len(place.sharing)]
 
     def fetch_mine() -> None:
-        for entry in entries[number :: len(place.sharing)]:
+        for entry in mine:
             target = tier.path(name, entry.path)
             target.parent.mkdir(parents=True, exist_ok=True)
             sink = target.with_name(f".{entry.path}{FETCHED}{uuid.uuid4().hex[:12]}")
@@ -230,6 +287,7 @@ def _fetch(ranks: Ranks, place: Place, name: str, entries: Sequence[FileEntry]) 
         tier.sync(name)
 
     raise_first(ranks.gathered(fetch_mine))
+    return sum(entry.size for entry in mine)
 
 
 def _copy(ranks: Ranks, place: Place, name: str, entry: FileEntry | None, source: int, sinks: set[int]) -> None:
@@ -261,13 +319,14 @@ def _take_in(tier: LocalTier, holder: str, entry: FileEntry, sink: Path | None) 
     tier.sync(holder)
 
 
-def open_explicit(ranks: Ranks, path: Path, place: Place | None = None) -> Source:
+def open_explicit(ranks: Ranks, path: Path, place: Place | None = None, needs: Needs | None = None) -> Source:
     """The checkpoint at a path that the user named.  Collective.
 
     Args:
         ranks: who opens it.
         path: where it is on this rank.
         place: the folder it is in, where it is known who shares that; otherwise all ranks are taken to.
+        needs: see ``verify_together``.
 
     Raises:
         CheckpointNotFound, CheckpointUncommitted: nothing usable is there; the message lists what is.
@@ -280,7 +339,7 @@ def open_explicit(ranks: Ranks, path: Path, place: Place | None = None) -> Sourc
     if source.manifest is None:
         return source
     try:
-        return verify_together(ranks, place or Place.shared(ranks, source.tier), source.name)
+        return verify_together(ranks, place or Place.shared(ranks, source.tier), source.name, needs=needs)
     except CheckpointCorrupt as error:
         raise CheckpointCorrupt(error.message, problems=error.problems, hint=store.available(source.tier)) from error
 

@@ -389,7 +389,7 @@ class Session:
                 return source
             if source is not None:
                 is_file = self.ranks.broadcast(Path(source).is_file())
-                return source if is_file else open_explicit(self.ranks, Path(source))
+                return source if is_file else open_explicit(self.ranks, Path(source), needs=self._needs)
             checkpoint_path = self.ranks.broadcast(self._doorway.last_of_stock_callbacks())
             if checkpoint_path is None and not self._doorway.fitting:
                 raise CheckpointNotFound(
@@ -411,13 +411,13 @@ class Session:
             tier = self.folders[roots[number]].tier
             assert isinstance(tier, LocalTier)
             return self._from_folder(tier, path.name)
-        return str(path) if is_file else open_explicit(self.ranks, path)
+        return str(path) if is_file else open_explicit(self.ranks, path, needs=self._needs)
 
     def _from_folder(self, tier: LocalTier, name: str) -> Source:
         """A checkpoint of a folder that is open, or of the cold tier behind it."""
         place = self.places.get(tier.where()) or self.place(tier)
         try:
-            return open_explicit(self.ranks, tier.path(name), place)
+            return open_explicit(self.ranks, tier.path(name), place, self._needs)
         except (CheckpointNotFound, CheckpointUncommitted, CheckpointCorrupt) as error:
             found = self._from_url(place.cold.where(name)) if place.cold is not None else None
             if isinstance(found, Source):
@@ -435,7 +435,7 @@ class Session:
         assert cold is not None
         found = self.ranks.broadcast(attempt(lambda: store.read_manifest(cold, name)) if self.ranks.rank == 0 else None)
         if isinstance(found, Manifest):
-            return verify_together(self.ranks, place, name, found)
+            return verify_together(self.ranks, place, name, found, self._needs)
         if isinstance(found, (CheckpointNotFound, CheckpointUncommitted)):
             stat = self.ranks.broadcast(attempt(lambda: cold.patience(lambda: cold.objects.stat(name))))
             if isinstance(stat, Stat):
@@ -453,7 +453,7 @@ class Session:
         return places + [self.place(LocalTier(path)) for path in others if Path(path) not in known]
 
     def _newest(self, places: list[Place]) -> Source | str | None:
-        search = find_last(self.ranks, places)
+        search = find_last(self.ranks, places, self._needs)
         if search.source is not None:
             self._say(search.source, search.explain())
             return search.source
@@ -476,6 +476,16 @@ class Session:
             problems=tuple(f"{path}: {why}" for path, why in search.skipped.items()),
             hint="Repair or remove them, or set on_unrestorable='fresh' to start over.",
         )
+
+    def _needs(self, source: Source) -> set[str]:
+        """Names of the files that this rank reads of a checkpoint.  Collective: some state dicts communicate."""
+        manifest = source.manifest
+        assert manifest is not None
+        of_ranks = [rank_file(number) for number in range(manifest.world_size)]
+        mine = {of_ranks[0], *of_ranks[self.ranks.rank :: self.ranks.world_size]}
+        if not self.family.loads_late:
+            return mine | (manifest.paths - set(of_ranks))
+        return mine | self.family.files_to_read(CheckpointReader(source.locate, plain=True))
 
     def _say(self, source: Source, skipped: str) -> None:
         """One line that says what is resumed."""

@@ -10,6 +10,9 @@
 Planning speaks DCP's own types, so ``.metadata`` is what any DCP reader expects.  It is done once and kept until a
 *fingerprint* (names, kinds, dtypes, shapes, placements, tied storages) changes on any rank.
 
+Each rank writes one file of shards.  What all ranks read at a resume (``param_groups``, step counters) is in a file of
+its own where the rest is sharded; else a node would have to fetch all shards for its sake.
+
 A shard file is a row of ``torch.save`` streams.  A tensor's stream is a *skeleton* (the same for every tensor of that
 dtype and shape) around its payload, so a file can be laid out before there is a value in it, and refilled in place
 for every save (``slots``).  Checksums inside the streams are switched off, because the payload changes under them;
@@ -71,6 +74,10 @@ def collector_paused() -> Iterator[None]:
 
 ALIGNMENT = 64
 """Every stream starts at a multiple of this many bytes, so that its payload does too and can be viewed as any dtype."""
+PAGE = 4096
+"""Bytes; a file starts at a multiple of them in the slot."""
+SMALL = 4096
+"""Bytes up to which what several ranks hold is not worth spreading over them."""
 
 State: TypeAlias = Mapping[str, Any]
 """Nested state as DCP takes it: ``{"model": {...}, "optimizer_0": {...}}``."""
@@ -235,10 +242,12 @@ class LocalPlan:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank will write: ``item``, cut from its local tensor that starts at ``base`` of the whole tensor."""
+    """What a rank will write: ``item``, cut from its local tensor that starts at ``base`` of the whole tensor;
+    ``common`` where all ranks read it when it is loaded, and not all of the state is so."""
 
     item: WriteItem
     base: tuple[int, ...] = ()
+    common: bool = False
 
     @property
     def key(self) -> str:
@@ -289,7 +298,8 @@ def share_out(plans: Sequence[LocalPlan]) -> GlobalPlan:
     """Give every piece of the state to one rank, so that the files come out even.
 
     What only one rank holds is its to write.  What several hold goes to the one with the least to write so far,
-    largest first, and is cut along its first dimension where one rank would get more than its even part.
+    largest first, and is cut along its first dimension where one rank would get more than its even part.  Small things
+    stay together on the lowest rank.
     """
     world = len(plans)
     tied = _tied_everywhere(plans)
@@ -306,20 +316,21 @@ def share_out(plans: Sequence[LocalPlan]) -> GlobalPlan:
     pieces: list[list[Piece]] = [[] for _ in range(world)]
     load = [0] * world
     shared: list[tuple[int, WriteItem, list[int]]] = []
+    sharded = any(len(ranks) < world for ranks in owners.values())
     for where, ranks in owners.items():
         item = items[where]
         replicated = item.type == WriteItemType.SHARD or item.index.fqn in plans[ranks[0]].identical
-        if len(ranks) > 1 and replicated:
+        if len(ranks) > 1 and replicated and _bytes_of(item) > SMALL:
             shared.append((_bytes_of(item), item, ranks))
         else:
-            pieces[ranks[0]].append(Piece(item, _base(item)))
+            pieces[ranks[0]].append(Piece(item, _base(item), sharded and (len(ranks) == world or _is_one_number(item))))
             load[ranks[0]] += _bytes_of(item)
 
     even = math.ceil((sum(load) + sum(size for size, _, _ in shared)) / world)
     for _, item, ranks in sorted(shared, key=lambda entry: -entry[0]):
         for part in _cut(item, max(even, 1) if len(ranks) > 1 else _bytes_of(item)):
             rank = min(ranks, key=lambda r: load[r])
-            pieces[rank].append(Piece(part, _base(item)))
+            pieces[rank].append(Piece(part, _base(item), sharded and len(ranks) == world))
             load[rank] += _bytes_of(part)
 
     mappings: dict[str, tuple[str | int, ...]] = {}
@@ -386,6 +397,10 @@ def _bytes_of(item: WriteItem) -> int:
     if item.tensor_data is None:
         return 0
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+
+
+def _is_one_number(item: WriteItem) -> bool:
+    return item.tensor_data is not None and math.prod(item.tensor_data.size) == 1
 
 
 def _is_empty_shard(item: WriteItem) -> bool:
@@ -487,20 +502,42 @@ class ObjectSpot:
 
 @dataclass
 class Layout:
-    """One rank's shard file: ``size`` in bytes, the spots to fill, and the constant bytes between them by offset."""
+    """One rank's shard files in a row: ``size`` in bytes, the spots to fill, and the constant bytes between them by
+    offset.  What all ranks read comes first, up to the offset ``common``; it is a file of its own."""
 
     size: int = 0
+    common: int = 0
     tensors: list[TensorSpot] = field(default_factory=list)
     objects: list[ObjectSpot] = field(default_factory=list)
     constant: list[tuple[int, bytes]] = field(default_factory=list)
-    extents: list[tuple[MetadataIndex, int, int]] = field(default_factory=list)
+    extents: list[Extent] = field(default_factory=list)
+
+    def files(self, rank: int) -> dict[str, slice]:
+        """The files of this rank, and where they are."""
+        parts = {shard_file(rank): slice(self.common, self.size)}
+        return {shard_file(rank, 1): slice(0, self.common), **parts} if self.common else parts
+
+
+Extent: TypeAlias = tuple[MetadataIndex, int, int, int]
+"""A piece, the part (see ``shard_file``) it is in, and its offset in that and its length, in bytes."""
 
 
 def lay_out(pieces: Sequence[Piece], flat: FlatState) -> Layout:
-    """Find every piece its place.  Objects come first, then tensors in the order of the state."""
+    """Find every piece its place: what is common first, and objects before tensors, in the order of the state."""
     layout = Layout()
+    ordered = sorted(pieces, key=lambda piece: (not piece.common, not piece.is_object))
+    common = [piece for piece in ordered if piece.common]
+    _lay_out(layout, common, flat, 1)
+    layout.common = layout.size = -(-layout.size // PAGE) * PAGE
+    _lay_out(layout, ordered[len(common) :], flat, 0)
+    return layout
+
+
+def _lay_out(layout: Layout, pieces: Sequence[Piece], flat: FlatState, part: int) -> None:
+    """Append the pieces of one file."""
+    begin = layout.size
     skeletons: dict[tuple[torch.dtype, torch.Size], Skeleton] = {}
-    for piece in sorted(pieces, key=lambda piece: not piece.is_object):
+    for piece in pieces:
         start = -(-layout.size // ALIGNMENT) * ALIGNMENT
         if piece.is_object:
             # Room for an object to grow (a counter that needs another byte) before the layout has to change.
@@ -516,9 +553,8 @@ def lay_out(pieces: Sequence[Piece], flat: FlatState) -> Layout:
             layout.tensors.append(spot)
             layout.constant += [(start, skeleton.head), (spot.offset + spot.nbytes, skeleton.tail)]
             length = len(skeleton.head) + spot.nbytes + len(skeleton.tail)
-        layout.extents.append((piece.item.index, start, length))
+        layout.extents.append((piece.item.index, part, start - begin, length))
         layout.size = start + length
-    return layout
 
 
 def dump_object(value: Any) -> bytes:
@@ -532,13 +568,13 @@ def dump_object(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def metadata_bytes(plan: GlobalPlan, extents: Sequence[Sequence[tuple[MetadataIndex, int, int]]]) -> bytes:
+def metadata_bytes(plan: GlobalPlan, extents: Sequence[Sequence[Extent]]) -> bytes:
     """Content of ``.metadata``: the plan, and where each rank's layout put its pieces."""
     positions: dict[MetadataIndex, _StorageInfo] = {}
     by_key: dict[str, list[MetadataIndex]] = {}
     for rank, of_rank in enumerate(extents):
-        for index, offset, length in of_rank:
-            positions[index] = _StorageInfo(shard_file(rank), offset, length)
+        for index, part, offset, length in of_rank:
+            positions[index] = _StorageInfo(shard_file(rank, part), offset, length)
             by_key.setdefault(index.fqn, []).append(index)
     for key, first in plan.tied.items():
         for index in by_key[first]:

@@ -42,6 +42,11 @@ class Listing:
     committed: dict[str, Manifest] = field(default_factory=dict)
     unusable: dict[str, ResilienceError] = field(default_factory=dict)
 
+    @property
+    def uncommitted(self) -> set[str]:
+        """Names of the folders without a manifest."""
+        return {name for name, why in self.unusable.items() if isinstance(why, CheckpointUncommitted)}
+
     def newest_first(self) -> list[str]:
         """Names of the committed ones, newest first."""
         return newest_first(self.committed)
@@ -257,6 +262,8 @@ def sweep(tier: WritableTier) -> list[str]:
             done.append(
                 f"deleted {leftover}: its {'removal had begun' if REMOVED in leftover else 'save never finished'}"
             )
+    if isinstance(tier, LocalTier) and (count := tier.sweep_fetched()):
+        done.append(f"deleted {count} files that were being fetched")
     return done
 
 

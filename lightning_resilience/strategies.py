@@ -146,6 +146,9 @@ class Family(Protocol):
     def identical(self, state: Mapping[str, Any]) -> frozenset[str]:
         """Flat keys of plain tensors that all ranks hold bit for bit."""
 
+    def files_to_read(self, reader: CheckpointReader) -> set[str]:
+        """Names of the shard files that this rank's part is in, where a checkpoint ``loads_late``.  Collective."""
+
     def load_model(self, reader: CheckpointReader, strict: bool) -> None:
         """Read the model in place."""
 
@@ -178,6 +181,9 @@ class PlainFamily:
         """Parameters and moments, which DDP keeps equal; not buffers, of which rank 0's are the ones it broadcasts."""
         parameters = {f"{self.prefix}.{name}" for name, _ in self.module.named_parameters(remove_duplicate=False)}
         return frozenset(parameters | _moments(state))
+
+    def files_to_read(self, reader: CheckpointReader) -> set[str]:
+        return reader.files_for(self.model_state())
 
     def load_model(self, reader: CheckpointReader, strict: bool) -> None:
         if loads_plainly(self.module) and reader.is_flat:
@@ -235,6 +241,11 @@ class FSDPFamily(PlainFamily):
 
     def identical(self, state: Mapping[str, Any]) -> frozenset[str]:
         return _single_numbers(state)
+
+    def files_to_read(self, reader: CheckpointReader) -> set[str]:
+        """torch loads an optimizer's state that is a single number on every rank, whoever has the parameter."""
+        model = self.model_state().items()
+        return reader.files_for({name: value for name, value in model if math.prod(value.size()) > 1})
 
     def load_model(self, reader: CheckpointReader, strict: bool) -> None:
         with self._sharded():

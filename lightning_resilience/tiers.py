@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import threading
+import time
 import uuid
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -37,6 +38,8 @@ them for ``trainer.save_checkpoint``) only a token of the very form that we give
 
 FETCHED = ".fetched-"
 """Marks a file on its way to its place."""
+ABANDONED = 3600
+"""Seconds without a write after which nobody is at such a file any more."""
 BLOCK = 16 * 2**20
 """Bytes hashed and written at a time."""
 ALIGNED = 4096
@@ -322,6 +325,16 @@ class LocalTier:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+
+    def sweep_fetched(self) -> int:
+        """Delete what a process that was killed while it healed a checkpoint left in it; how many files."""
+        count = 0
+        for path in self.root.glob(f"*{EXTENSION}/.*{FETCHED}*"):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > ABANDONED:
+                    path.unlink()
+                    count += 1
+        return count
 
     def point(self, link: str, name: str) -> None:
         """Make the symbolic link ``link`` point to checkpoint ``name``, replacing an older link in one step."""

@@ -100,7 +100,7 @@ def fit_on_local_disks(folder: Path, name: str, steps: int) -> dict[str, Any]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp2"])
 def test_nodes_with_disks_of_their_own_commit_and_resume_together(tmp_path: Path, name: str) -> None:
     run_ranks(fit_on_local_disks, tmp_path, name, 4)
     shards = [sorted(path.name for path in (tmp_path / f"node{n}" / "run").glob("*step=4.ckpt/*")) for n in (0, 1)]
@@ -111,6 +111,8 @@ def test_nodes_with_disks_of_their_own_commit_and_resume_together(tmp_path: Path
         assert {".metadata", "meta.pt", "manifest.json"} <= set(shards[n])
     results = run_ranks(fit_on_local_disks, tmp_path, name, 6)
     assert results == [{"first": 4, "step": 6}] * 2
+    # With DDP each reads everything; sharded, each has its own already.
+    assert (tmp_path / "node0" / "run" / "epoch=0-step=4.ckpt" / "__1_0.distcp").exists() == (name == "ddp")
 
 
 @pytest.mark.ranks

@@ -154,7 +154,7 @@ def on_ranks(root: Path, name: str, last: int, local: bool) -> list[tuple[int, f
 @pytest.mark.parametrize(
     ("lost", "local"), [(["hot-1"], True), (["hot-0"], True), (["hot-0", "hot-1"], True), (["hot"], False)]
 )
-@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp2"])
 def test_lost_folders_come_back_from_the_cold_tier(tmp_path: Path, name: str, lost: list[str], local: bool) -> None:
     run_forks(on_ranks, tmp_path, name, 4, local)
     assert steps(cold(tmp_path)) == [2, 4]
@@ -166,6 +166,17 @@ def test_lost_folders_come_back_from_the_cold_tier(tmp_path: Path, name: str, lo
     for folder in lost:
         listing = store.list_checkpoints(LocalTier(tmp_path / folder))
         assert listing.committed[listing.newest_first()[0]].step == 8
+    if local and name != "ddp":
+        for rank in {*lost}:
+            assert_has_its_own_alone(tmp_path / rank / "epoch=0-step=4.ckpt", int(rank[-1]))
+
+
+def assert_has_its_own_alone(folder: Path, rank: int) -> None:
+    """A node fetches what its own ranks read, and not the other's shard."""
+    found = {path.name for path in folder.iterdir()}
+    assert {f"__{rank}_0.distcp", f"rank_{rank:05d}.pt", "rank_00000.pt", ".metadata", "meta.pt", MANIFEST} <= found
+    assert f"__{1 - rank}_0.distcp" not in found
+    assert rank == 1 or "rank_00001.pt" not in found
 
 
 # -- what is kept where -----------------------------------------------------------------------------------------------
@@ -298,6 +309,34 @@ def test_kill_at_any_moment_of_a_copy_leaves_only_whole_checkpoints_and_the_next
     after = steps(cold(tmp_path))
     assert after[-3:] == [4, 6, 8]
     assert max(before, default=0) <= 8
+
+
+@pytest.mark.parametrize("straight", [False, True], ids=["remote", "dirpath"])
+def test_what_a_kill_left_there_and_no_folder_has_any_more_is_swept_and_nothing_else(
+    tmp_path: Path, straight: bool
+) -> None:
+    fit(tmp_path)
+    there = tmp_path / "cold"
+    newest = sorted(there.glob("*.ckpt"))[-1]
+
+    def copy(name: str, *files: str) -> None:
+        (there / name).mkdir()
+        for file in files:
+            shutil.copy(newest / {"shard-0": "__0_0.distcp"}.get(file, file), there / name / file)
+
+    copy("epoch=0-step=90.ckpt", "__0_0.distcp")  # a copy that was killed
+    copy("epoch=0-step=91.ckpt", "rank_00000.pt", ".metadata", "meta.pt")  # a removal that was killed
+    copy("stock.ckpt", "__0_0.distcp", ".metadata", "meta.pt")  # stock Lightning's
+    copy("mine.ckpt", "__0_0.distcp", "shard-0")  # somebody's
+    if straight:
+        callback = ResilientCheckpoint(f"local://{there}", schedule=EverySteps(2))  # file:// would be a folder
+        make_trainer(tmp_path, settle(), callback, max_steps=10, max_epochs=-1).fit(TinyModel(), data(64))
+    else:
+        fit(tmp_path, last=10)
+    left = {path.name for path in there.glob("*.ckpt")}
+    assert {"stock.ckpt", "mine.ckpt"} < left
+    assert not {"epoch=0-step=90.ckpt", "epoch=0-step=91.ckpt"} & left
+    assert steps(cold(tmp_path))[-1] == 10
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------

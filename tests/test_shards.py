@@ -67,7 +67,8 @@ def write(folder: Path, *states: dict[str, Any], identical: tuple[str, ...] = ()
         objects = dump_objects(layout, flat)
         assert objects is not None
         slot.fill(flat, objects)
-        (folder / shard_file(rank)).write_bytes(slot.view())
+        for file, where in layout.files(rank).items():
+            (folder / file).write_bytes(slot.view()[where])
         slot.close()
     (folder / METADATA).write_bytes(metadata_bytes(plan, [layout.extents for layout in layouts]))
 
@@ -103,6 +104,30 @@ def test_every_kind_of_tensor_and_object_comes_back(tmp_path: Path, plain: bool)
     assert loaded.keys() == model.keys()
     for name, value in model.items():
         assert raw(loaded[name]) == raw(value) if isinstance(value, Tensor) else loaded[name] == value
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["mapped", "stock streams"])
+def test_what_all_ranks_read_is_in_a_file_of_its_own_where_the_rest_is_not(tmp_path: Path, plain: bool) -> None:
+    shared: dict[str, Any] = {"lr": 0.1, "step": torch.tensor(3.0)}
+    first, second = torch.randn(500), torch.randn(500)
+    write(
+        tmp_path,
+        {"model": {"first": first, "one": torch.tensor([2.0])}, "optimizer_0": shared},
+        {"model": {"second": second}, "optimizer_0": shared},
+        identical=("optimizer_0.step",),
+    )
+    assert sorted(path.name for path in tmp_path.glob("*.distcp")) == ["__0_0.distcp", "__0_1.distcp", "__1_0.distcp"]
+    assert (tmp_path / "__0_1.distcp").stat().st_size % 4096 == 0
+    reader = CheckpointReader(lambda file: tmp_path / file, plain=plain)
+    assert reader.files_for({"first": first}) == {"__0_0.distcp", "__0_1.distcp", "__1_0.distcp"}  # "second" is whole
+    loaded = reader.read_full("model")
+    assert torch.equal(loaded["first"], first)
+    assert torch.equal(loaded["second"], second)
+    assert torch.equal(loaded["one"], torch.tensor([2.0]))
+    assert reader.read_full("optimizer_0") == shared
+    (tmp_path / "__0_0.distcp").unlink()
+    (tmp_path / "__1_0.distcp").unlink()
+    assert reader.read_full("optimizer_0") == shared
 
 
 def test_stock_dcp_reads_what_several_ranks_wrote(tmp_path: Path) -> None:

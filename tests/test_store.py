@@ -6,6 +6,7 @@ import errno
 import fcntl
 import mmap
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -548,6 +549,17 @@ def test_a_link_inside_a_leftover_goes_without_what_it_points_to(tier: LocalTier
     tier.path("a.ckpt.partial-1", "link").symlink_to(tmp_path / "data")
     store.sweep(tier)
     assert tree(tmp_path) == {"data/precious": b"1"}
+
+
+def test_a_sweep_deletes_what_a_killed_repair_left_and_not_what_one_is_at(tier: LocalTier) -> None:
+    name = save(tier)
+    old, new = (tier.path(name, f".meta.pt.fetched-{token}") for token in ("0123456789ab", "ba9876543210"))
+    for path in (old, new):
+        path.write_bytes(b"half")
+    os.utime(old, (time.time() - 7200,) * 2)
+    assert store.sweep(tier) == ["deleted 1 files that were being fetched"]
+    assert not old.exists()
+    assert new.exists()
 
 
 def test_a_sweep_of_nothing_does_nothing(tier: LocalTier) -> None:
