@@ -492,7 +492,7 @@ class Engine:
                 if not job.dropped:
                     points.reach("persist.begin")
                     if rank == 0:
-                        verdict.name(job.name if job.replace else store.free_name(tier, job.name))
+                        verdict.name(job.name if job.replace else store.free_name(job.name, tier.exists))
                     partial = f"{verdict.wait_name()}{PARTIAL}{self.ranks.session}-{save.attempt}"
                     tier.begin(partial)
                     hold.enter_context(tier.hold(partial))

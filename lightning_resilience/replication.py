@@ -76,6 +76,35 @@ class _Known:
     cold: dict[str, Manifest] = field(default_factory=dict)
     since: dict[str, float] = field(default_factory=dict)
 
+    def lacking(self) -> dict[str, str]:
+        """What the cold tier lacks: the hot name by the one that it gets there.
+
+        They differ where another save has that name there: nothing gives way in one step behind a URL, so the older
+        one stays until the rule gives it up.
+        """
+        there = {(manifest.run, manifest.sequence): manifest for manifest in self.cold.values()}
+        targets: dict[str, str] = {}
+        for name, manifest in self.hot.items():
+            copy = there.get((manifest.run, manifest.sequence))
+            if copy is None or not manifest.is_same_save(copy):
+                targets[store.free_name(name, {*self.cold, *targets}.__contains__)] = name
+        return targets
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A checkpoint to copy: its ``name`` here and there (``target``), and whether each file is sent by the rank that
+    saved it (``owners_only``)."""
+
+    name: str
+    target: str
+    manifest: Manifest
+    owners_only: bool
+
+
+class _GaveWay(Exception):
+    """The name of the checkpoint is a newer save's now."""
+
 
 class Replicator:
     """Copies the checkpoints of one folder to a cold tier.
@@ -121,7 +150,7 @@ class Replicator:
         self.tier.patience.stop = self._stop
         self._failures = 0
         self._failed: dict[str, int] = {}
-        self._spoiled: set[str] = set()
+        self._spoiled: dict[str, tuple[int, int]] = {}
         self._unsealed: set[str] = set()
         self._has_offer = False
         self._closed_at = math.inf
@@ -177,14 +206,9 @@ class Replicator:
     def pending(self) -> set[str]:
         """Names of the checkpoints that the cold tier should have and does not: their hot copy must stay."""
         with self._lock:
-            hot, cold = dict(self._known.hot), self._known.cold
-            missing = {
-                name: manifest
-                for name, manifest in hot.items()
-                if name not in cold or not manifest.is_same_save(cold[name])
-            }
-            verdicts = judge({**cold, **missing}, self._keep, self._ranking)
-        return {verdict.name for verdict in verdicts if verdict.keep and verdict.name in missing}
+            hot, cold, lacking = dict(self._known.hot), dict(self._known.cold), self._known.lacking()
+        verdicts = judge({**cold, **{target: hot[name] for target, name in lacking.items()}}, self._keep, self._ranking)
+        return {lacking[verdict.name] for verdict in verdicts if verdict.keep and verdict.name in lacking}
 
     def protected(self) -> set[str]:
         """Names whose hot copy must stay: what is on its way, and what is being sent although newer ones have made it
@@ -249,27 +273,25 @@ class Replicator:
         while not self._stop.is_set():
             if knows := self._knows_what_is_there():
                 self._sweep()
-            name = self._current = self._next() if knows else None
-            if name is None:
+            task = self._next() if knows else None
+            self._current = task.name if task is not None else None
+            if task is None:
                 if self._is_over():
                     break
                 self._wake.wait(TICK)
                 self._wake.clear()
                 continue
-            with self._lock:
-                manifest = self._known.hot[name]
             number += 1
-            owners_only = name not in self._failed
-            board.put_once(self._key(number), (name, manifest, owners_only))
-            outcome = self._copy(board, number, name, manifest, owners_only)
-            self._take_note(name, outcome)
+            board.put_once(self._key(number), task)
+            outcome = self._copy(board, number, task)
+            self._take_note(task, outcome)
             removed = self._retain() if isinstance(outcome, Replicated) else []
             board.put_once(self._key(number, "end"), (outcome, removed))
             # Who has answered this one has read all of the one before.
             board.forget(*(self._key(number - 1, what) for what in ("", "end", *range(self._ranks.world_size))))
             if not isinstance(outcome, Replicated):
-                if name not in self.pending():
-                    self._drop(name)
+                if task.name not in self.pending():
+                    self._drop(task.target)
                 if self._is_over():
                     break
                 self._pause()
@@ -302,29 +324,33 @@ class Replicator:
             with suppress(ResilienceError, OSError):  # the next start tries again
                 self.tier.sweep(names)
 
-    def _copy(self, board: Board, number: int, name: str, manifest: Manifest, owners_only: bool) -> Outcome:
+    def _copy(self, board: Board, number: int, task: _Task) -> Outcome:
         """See one checkpoint through; why it did not get there, if it did not."""
         begin = time.monotonic()
         with self._lock:
-            is_taken, since = name in self._known.cold, self._known.since.get(name, begin)
-        ready = attempt(lambda: self.tier.remove(name)) if is_taken else None  # another checkpoint had that name
-        answers: list[Any] = [self._send_mine(name, manifest, owners_only) if ready is None else ready]
+            since = self._known.since.get(task.name, begin)
+        answers: list[Any] = [self._send_mine(task)]
         answers += [self._wait(board, self._key(number, rank)) for rank in range(1, self._ranks.world_size)]
         failures = [answer for answer in answers if isinstance(answer, BaseException)]
         if self._stop.is_set() or None in answers:
             return TierUnavailable("the run ended before it was there")
         # A file that is damaged here says more than a store that does not answer.
         failures.sort(key=lambda failure: not isinstance(failure, CheckpointCorrupt))
-        sealed = failures[0] if failures else attempt(lambda: self.tier.seal(name, manifest))
+        sealed = failures[0] if failures else attempt(lambda: self.tier.seal(task.target, task.manifest))
         if isinstance(sealed, BaseException):
-            return sealed
+            return _GaveWay() if self._gave_way(task) else sealed
         now = time.monotonic()
-        return Replicated(self.tier.where(name), manifest, sum(answers), now - begin, now - since)
+        return Replicated(self.tier.where(task.target), task.manifest, sum(answers), now - begin, now - since)
 
-    def _drop(self, name: str) -> None:
+    def _gave_way(self, task: _Task) -> bool:
+        """Whether a newer save took the name of a checkpoint while it was being sent, rather than damage."""
+        found = attempt(lambda: store.read_manifest(self._folder.tier, task.name))
+        return isinstance(found, Manifest) and not found.is_same_save(task.manifest)
+
+    def _drop(self, target: str) -> None:
         """Take away what was sent of a checkpoint that newer ones have made redundant meanwhile."""
         with suppress(ResilienceError, OSError):
-            self.tier.remove(name)
+            self.tier.remove(target)
 
     def _follow(self, board: Board) -> None:
         number = 0
@@ -333,14 +359,13 @@ class Replicator:
             task = self._wait(board, self._key(number))
             if task is None:
                 return
-            name, manifest, owners_only = task
-            self._current = name
-            board.put_once(self._key(number, self._ranks.rank), self._send_mine(name, manifest, owners_only))
+            self._current = task.name
+            board.put_once(self._key(number, self._ranks.rank), self._send_mine(task))
             end = self._wait(board, self._key(number, "end"))
             if end is None:
                 return
             outcome, removed = end
-            self._take_note(name, outcome)
+            self._take_note(task, outcome)
             with self._lock:
                 for gone in removed:
                     self._known.cold.pop(gone, None)
@@ -351,14 +376,15 @@ class Replicator:
                 return board.wait(key, 60)
         return None
 
-    def _send_mine(self, name: str, manifest: Manifest, owners_only: bool) -> int | BaseException:
+    def _send_mine(self, task: _Task) -> int | BaseException:
         """Send the files that are this rank's to send; their bytes, or why not."""
+        name, owners_only = task.name, task.owners_only
         tier, sharing, rank = self._folder.tier, self._folder.sharing, self._ranks.rank
         assert isinstance(tier, LocalTier)
 
         def send() -> int:
             sent = 0
-            for index, entry in enumerate(manifest):
+            for index, entry in enumerate(task.manifest):
                 # What a rank saved, that rank sends.  Where it is gone, or that failed, whoever has it beside it.
                 saved_here = owners_only and entry.rank in sharing
                 if owners_only and not saved_here and entry.rank < self._ranks.world_size:
@@ -366,17 +392,17 @@ class Replicator:
                 sender = entry.rank if saved_here else sharing[index % len(sharing)]
                 holder = store.holder(name, entry)
                 if sender == rank and (saved_here or tier.size(holder, entry.path) == entry.size):
-                    sent += self.tier.send(name, entry, tier.path(holder, entry.path))
+                    sent += self.tier.send(task.target, entry, tier.path(holder, entry.path))
             return sent
 
         return attempt(send)
 
-    def _take_note(self, name: str, outcome: Outcome) -> None:
+    def _take_note(self, task: _Task, outcome: Outcome) -> None:
         """How one ended: for what is known here, for the training thread and, on rank 0, for people."""
-        self._current = None
+        name, self._current = task.name, None
         if isinstance(outcome, Replicated):
             with self._lock:
-                self._known.cold[name] = outcome.manifest
+                self._known.cold[task.target] = outcome.manifest
             self._failed.pop(name, None)
             if self._ranks.rank == 0:
                 self._tell_of_success(outcome)
@@ -384,13 +410,13 @@ class Replicator:
             return
         self._failed[name] = self._failed.get(name, 0) + 1
         if isinstance(outcome, CheckpointCorrupt):
-            self._spoiled.add(name)
-        if self._ranks.rank == 0:
+            self._spoiled[name] = task.manifest.order
+        if self._ranks.rank == 0 and not isinstance(outcome, _GaveWay):
             self._tell_of_failure(name, outcome)
 
     def _tell_of_failure(self, name: str, failure: BaseException) -> None:
         """Once for each checkpoint that is damaged here, and once for each outage."""
-        if name in self._spoiled:
+        if isinstance(failure, CheckpointCorrupt):
             note = "it is damaged here and is not sent; verify it"
         else:
             self._failures += 1
@@ -420,12 +446,16 @@ class Replicator:
             len(self.pending()),
         )
 
-    def _next(self) -> str | None:
+    def _next(self) -> _Task | None:
         """The oldest that is on its way, of those that failed least often."""
-        waiting = self.pending() - self._spoiled
+        waiting = self.pending()
         with self._lock:
-            there = [name for name in waiting if name in self._known.hot]
-            return min(there, key=lambda name: (self._failed.get(name, 0), self._known.hot[name].order), default=None)
+            tasks = [
+                _Task(name, target, self._known.hot[name], owners_only=name not in self._failed)
+                for target, name in self._known.lacking().items()
+                if name in waiting and self._spoiled.get(name) != self._known.hot[name].order
+            ]
+        return min(tasks, key=lambda task: (self._failed.get(task.name, 0), task.manifest.order), default=None)
 
     def _pause(self) -> None:
         """Before the next try: longer after each failure, and short once the run has ended."""

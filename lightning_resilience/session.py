@@ -435,6 +435,11 @@ class Session:
         assert cold is not None
         found = self.ranks.broadcast(attempt(lambda: store.read_manifest(cold, name)) if self.ranks.rank == 0 else None)
         if isinstance(found, Manifest):
+            tier = place.tier
+            here = attempt(lambda: store.read_manifest(tier, name))
+            is_another = isinstance(here, Manifest) and not here.is_same_save(found)
+            if self.ranks.any_max(is_another)[0]:
+                place = Place(*self._scratch(), cold=cold)
             return verify_together(self.ranks, place, name, found, self._needs)
         if isinstance(found, (CheckpointNotFound, CheckpointUncommitted)):
             stat = self.ranks.broadcast(attempt(lambda: cold.patience(lambda: cold.objects.stat(name))))

@@ -6,7 +6,7 @@ Everything here goes by one rule: a checkpoint exists if and only if its manifes
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -180,11 +180,11 @@ def verify(tier: Tier, name: str, manifest: Manifest, *, content: bool = True) -
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def free_name(tier: Tier, name: str) -> str:
+def free_name(name: str, is_taken: Callable[[str], bool]) -> str:
     """``name``, or the first of ``name-v1``, ``name-v2``, … that is not taken."""
     stem = name.removesuffix(EXTENSION)
     candidate, version = name, 0
-    while tier.exists(candidate):
+    while is_taken(candidate):
         version += 1
         candidate = f"{stem}-v{version}{EXTENSION}"
     return candidate

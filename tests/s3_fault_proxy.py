@@ -16,6 +16,7 @@ import random
 import re
 import socket
 import struct
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -255,3 +256,10 @@ def _last_on_its_connection(head: bytes) -> bytes:
     """A request that tells the server to close afterwards, so that the answer's end needs no parsing."""
     kept = [line for line in head[:-4].split(b"\r\n") if not line.lower().startswith(b"connection:")]
     return b"\r\n".join((*kept, b"Connection: close", b"", b""))
+
+
+if __name__ == "__main__":  # a process of its own: port of the server, bytes a second
+    with FaultProxy(int(sys.argv[1])) as of_its_own:
+        of_its_own.bandwidth = float(sys.argv[2])
+        print(of_its_own.url, flush=True)
+        sys.stdin.read()  # until whoever started it ends

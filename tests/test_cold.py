@@ -7,7 +7,8 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from lightning_resilience import (
     housekeeping,
     store,
 )
-from lightning_resilience.manifest import MANIFEST, Manifest
+from lightning_resilience.manifest import MANIFEST, FileEntry, Manifest, digest
 from lightning_resilience.objects import FsspecObjects
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.replication import Replicated
@@ -339,6 +340,98 @@ def test_what_a_kill_left_there_and_no_folder_has_any_more_is_swept_and_nothing_
     assert steps(cold(tmp_path))[-1] == 10
 
 
+def test_name_that_is_saved_again_and_again_is_there_at_every_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a URL nothing gives way in one step, so the older stays until the newer is whole."""
+    whole: list[int] = []
+    put = FsspecObjects.put
+
+    def watched(self: FsspecObjects, key: str, *args: Any) -> None:
+        whole.append(len(list((tmp_path / "cold").glob("*/manifest.json"))))
+        put(self, key, *args)
+
+    monkeypatch.setattr(FsspecObjects, "put", watched)
+    fit(tmp_path, last=12, filename="best", enable_version_counter=False, keep=Keep(last=1))
+    assert [path.name for path in (tmp_path / "hot").glob("*.ckpt")] == ["best.ckpt"]
+    assert steps(cold(tmp_path)) == [12]
+    first = next(place for place, count in enumerate(whole) if count)
+    assert 0 not in whole[first:]
+    shutil.rmtree(tmp_path / "hot")
+    assert fit(tmp_path, last=14, filename="best", keep=Keep(last=1)).history[0][0] == 12
+
+
+def test_save_that_gives_way_while_it_is_sent_is_not_taken_for_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    send, slow = RemoteTier.send, threading.Event()
+
+    def late(self: RemoteTier, name: str, entry: FileEntry, source: Path) -> int:
+        slow.wait(5)  # until the name is another save's
+        return send(self, name, entry, source)
+
+    monkeypatch.setattr(RemoteTier, "send", late)
+
+    class Releases(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+            if trainer.global_step == 7:
+                slow.set()
+
+    fit(tmp_path, Releases(), last=8, filename="best", enable_version_counter=False, keep=Keep(last=1))
+    assert steps(cold(tmp_path)) == [8]
+    assert "damaged" not in caplog.text
+
+
+class Killed(BaseException):
+    """The process is gone: nothing after it happens."""
+
+
+@pytest.mark.parametrize("over", [False, True], ids=["a new name", "a name that an older run had"])
+def test_kill_after_any_number_of_requests_leaves_the_one_before_it_to_a_fresh_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: bool
+) -> None:
+    fit(tmp_path, last=4)
+    hot, name = LocalTier(tmp_path / "hot"), "epoch=0-step=4.ckpt"
+    manifest = store.read_manifest(hot, name)
+    left = [0]
+    for what in ("put", "delete"):
+        original = getattr(FsspecObjects, what)
+
+        def counted(self: FsspecObjects, *args: Any, original: Any = original) -> Any:
+            if left[0] == 0:
+                raise Killed
+            left[0] -= 1
+            return original(self, *args)
+
+        monkeypatch.setattr(FsspecObjects, what, counted)
+
+    requests, done = 0, False
+    while not done:
+        left[0] = 99
+        tier = RemoteTier(url(tmp_path))
+        tier.remove(name)
+        if over:  # the save of another run
+            for entry in manifest:
+                (tmp_path / entry.path).write_bytes(b"older" + entry.path.encode())
+            older = [replace(e, size=5 + len(e.path), xxh3_128=digest(b"older" + e.path.encode())) for e in manifest]
+            for entry in older:
+                tier.send(name, entry, tmp_path / entry.path)
+            tier.seal(name, replace(manifest, files=tuple(older), step=3, sequence=1))
+        left[0] = requests
+        with suppress(Killed):
+            if over:
+                tier.remove(name)
+            for entry in manifest:
+                tier.send(name, entry, hot.path(name, entry.path))
+            tier.seal(name, manifest)
+            done = True
+        found = cold(tmp_path)  # reads every byte
+        newest = max(found.values(), key=lambda one: one.order)
+        assert newest.step == (4 if done else 3 if over and requests == 0 else 2)
+        requests += 1
+    assert requests > len(manifest.files)
+
+
 # -- arguments --------------------------------------------------------------------------------------------------------
 
 
@@ -421,6 +514,22 @@ def test_run_saves_to_a_url_and_goes_on_from_it_without_a_folder(tmp_path: Path,
 def test_url_is_not_both_the_folder_and_the_cold_tier() -> None:
     with pytest.raises(SetupError, match="is a URL already"):
         ResilientCheckpoint("memory://a", remote="memory://b")
+
+
+def test_explicit_url_is_what_is_there_and_not_a_save_of_that_name_here(tmp_path: Path) -> None:
+    fit(tmp_path, last=2, filename="same", remote=f"local://{tmp_path}/cold")
+    shutil.rmtree(tmp_path / "hot")
+    model = TinyModel()
+    checkpoint = ResilientCheckpoint(tmp_path / "hot", filename="same", schedule=EverySteps(4))
+    trainer = make_trainer(tmp_path, settle(), checkpoint, max_steps=4, max_epochs=-1)
+    trainer.fit(model, data(64))
+    resumed = TinyModel()
+    again = ResilientCheckpoint(
+        tmp_path / "hot", filename="same", schedule=EverySteps(4), remote=f"local://{tmp_path}/cold"
+    )
+    trainer = make_trainer(tmp_path, settle(), again, max_steps=4, max_epochs=-1)
+    trainer.fit(resumed, data(64), ckpt_path=f"local://{tmp_path}/cold/same.ckpt")
+    assert resumed.history[0][0] == 2
 
 
 def test_explicit_url_of_a_checkpoint_is_resumed(tmp_path: Path) -> None:

@@ -190,6 +190,18 @@ def test_no_rule_ever_takes_what_is_guarded() -> None:
     assert removed > 3000
 
 
+def test_no_more_stay_than_the_rules_and_the_guards_can_ask_for() -> None:
+    rng = random.Random(2)
+    for _ in range(2000):
+        manifests = random_run(rng)
+        milestones = rng.choice([None, 7, [3, 20, 41]])
+        keep = Keep(last=rng.randrange(1, 4), top_k=rng.choice([None, 1, 2]), milestones=milestones)
+        pinned = [found for found in manifests.values() if PINNED in found.labels]
+        # 50 steps have 8 multiples of 7.  Guarded are the newest, the newest to resume from, the newest healthy.
+        most = keep.last + (keep.top_k or 0) + (8 if milestones == 7 else 3 if milestones else 0) + len(pinned) + 3
+        assert len(kept(manifests, keep, LOSS)) <= most
+
+
 def at_steps(*steps: int, size: int = 10, **metrics: list[float]) -> dict[str, Manifest]:
     """Checkpoints of these steps, saved in this order."""
     return {

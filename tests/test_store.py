@@ -365,11 +365,11 @@ def test_the_last_link_moves_in_one_step_and_never_replaces_a_folder(tier: Local
 
 
 def test_a_name_that_is_taken_gets_a_version(tier: LocalTier) -> None:
-    assert store.free_name(tier, "a.ckpt") == "a.ckpt"
+    assert store.free_name("a.ckpt", tier.exists) == "a.ckpt"
     save(tier, "a.ckpt")
-    assert store.free_name(tier, "a.ckpt") == "a-v1.ckpt"
+    assert store.free_name("a.ckpt", tier.exists) == "a-v1.ckpt"
     tier.path("a-v1.ckpt").symlink_to("nowhere")
-    assert store.free_name(tier, "a.ckpt") == "a-v2.ckpt"
+    assert store.free_name("a.ckpt", tier.exists) == "a-v2.ckpt"
 
 
 def test_a_writable_folder_is_made_and_left_empty(tier: LocalTier) -> None:

@@ -14,12 +14,14 @@ import logging
 import os
 import resource
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,11 +33,11 @@ import s3fs
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+import s3_fault_proxy
 from lightning_resilience import EverySteps, ResilientCheckpoint
 from lightning_resilience.manifest import FileEntry
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.tiers import digest_of
-from s3_fault_proxy import FaultProxy
 from s3_server import ADMIN, REGION, USER, S3Server
 
 BUCKET = "bench"
@@ -189,13 +191,22 @@ def step_seconds(folder: Path, remote: str | None, options: dict[str, Any] | Non
     return sum(steps.seconds[10:]) / len(steps.seconds[10:])
 
 
+@contextmanager
+def slow_way_to(server: S3Server, bytes_a_second: float) -> Iterator[str]:
+    """URL of a proxy in a process of its own, so that what it does is not taken for the training's."""
+    command = [sys.executable, s3_fault_proxy.__file__, str(server.port), str(bytes_a_second)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+        process.communicate()
+
+
 def training(rounds: int, folder: Path) -> None:
     """Steps with a cold tier that is a hundred times slower than the disk, against steps without one."""
     key, secret = USER
-    with S3Server(folder / "server") as server, FaultProxy(server.port) as slow:
+    with S3Server(folder / "server") as server, slow_way_to(server, 5e6) as slow:
         server.admin.create_bucket(Bucket=BUCKET)
-        slow.bandwidth = 5e6
-        options = {"key": key, "secret": secret, "endpoint_url": slow.url, "client_kwargs": {"region_name": REGION}}
+        options = {"key": key, "secret": secret, "endpoint_url": slow, "client_kwargs": {"region_name": REGION}}
         without, with_it = [], []
         for number in range(rounds):
             without.append(step_seconds(folder, None, None))
