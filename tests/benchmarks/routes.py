@@ -86,11 +86,14 @@ class LightningResilience(Route):
     def __init__(self, folder: Path, state: TrainingState) -> None:
         from lightning_resilience.engine import Engine
         from lightning_resilience.ranks import Ranks
+        from lightning_resilience.resume import Place
+        from lightning_resilience.tiers import LocalTier
 
         super().__init__(folder, state)
         self.ranks = Ranks(self.rank, self.world_size)
         self.engine = Engine(self.ranks)
-        self.run_folder = self.engine.open_folder(folder)
+        self.run_folder = self.engine.open_folder(LocalTier(folder))
+        self.place = Place.shared(self.ranks, LocalTier(folder))
         self.current: Any = None
         self.source: Any = None
 
@@ -129,7 +132,7 @@ class LightningResilience(Route):
     def _verify(self) -> None:
         from lightning_resilience.resume import verify_together
 
-        self.source = verify_together(self.ranks, self.run_folder, self.path.name)
+        self.source = verify_together(self.ranks, self.place, self.path.name)
 
     def _read(self) -> None:
         from lightning_resilience.reader import CheckpointReader
