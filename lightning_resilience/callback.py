@@ -547,6 +547,14 @@ class ResilientCheckpoint(ModelCheckpoint):
     def _note(self, trainer: Trainer, pl_module: LightningModule, checkpoint: Committed) -> None:
         """Now that it exists: tell loggers and subclasses."""
         self._committed[checkpoint.name] = checkpoint.manifest
+        if trainer.is_global_zero and checkpoint.manifest.health != HEALTHY:
+            log.warning(
+                "event=health step=%d name=%s health=%s reason=%r note='it is kept, and not resumed from'",
+                checkpoint.manifest.step,
+                checkpoint.name,
+                checkpoint.manifest.health,
+                checkpoint.manifest.extra.get("suspicion", ""),
+            )
         assert self._session is not None
         if self._replicator is not None:
             self._replicator.offer(self._committed, self._session.engine.in_use)
@@ -567,7 +575,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         """Set ModelCheckpoint's public fields from what is committed."""
         folder = self._folder
         assert folder is not None
-        newest = newest_first(self._committed)[:1]
+        newest = [name for name in newest_first(self._committed) if self._committed[name].health == HEALTHY][:1]
         self.last_model_path = folder.tier.where(newest[0]) if newest else ""
         best = self._best_first(self._committed)
         self.best_model_path = folder.tier.where(best[0]) if best else ""

@@ -27,7 +27,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -35,15 +35,18 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from lightning_resilience import points, retention, store
 from lightning_resilience.errors import ResilienceError, SaveFailed
+from lightning_resilience.health import first_not_finite
 from lightning_resilience.manifest import (
     HEALTHY,
     MANIFEST,
     META,
     METADATA,
     PARTIAL,
-    FileEntry,
+    SUSPECT,
     Manifest,
     rank_file,
 )
@@ -63,7 +66,7 @@ from lightning_resilience.shards import (
 )
 from lightning_resilience.slots import Slot, SlotMemory, dump_objects
 from lightning_resilience.tiers import LocalTier
-from lightning_resilience.verdict import Verdict, describe
+from lightning_resilience.verdict import Report, Verdict, describe
 
 log = logging.getLogger("lightning_resilience")
 
@@ -81,23 +84,26 @@ class Snapshot:
         identical: flat keys of plain tensors that all ranks hold bit for bit.
         meta: content of ``meta.pt``, of which rank 0's is written; or why there is none, which drops the save.
         rank_state: content of this rank's own file.
+        trained: gives the flat keys of the parameters, which must be finite in a checkpoint to resume from.
     """
 
     state: State
     identical: Collection[str]
     meta: bytes | Exception
     rank_state: bytes
+    trained: Callable[[], Collection[str]] = tuple
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the manifest says of a save beside its files; rank 0's are written."""
+    """What the manifest says of a save beside its files; rank 0's are written.  With a ``suspicion`` a run does not
+    resume from it."""
 
     step: int
     epoch: int
     reason: str
     strategy: str
-    health: str = HEALTHY
+    suspicion: str = ""
     labels: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -163,6 +169,7 @@ class _Plan:
     layout: Layout
     metadata: bytes
     slots: list[Slot]
+    trained: frozenset[str]
     turn: int = 0
 
     def next_slot(self) -> Slot:
@@ -187,8 +194,14 @@ class _Job:
     name: str
     replace: bool
     files: dict[str, Any] = field(default_factory=dict)
+    parameters: list[tuple[str, Tensor]] = field(default_factory=list)
     error: BaseException | None = None
     dropped: bool = False
+
+    def release(self) -> None:
+        """Refer to no slot any more."""
+        self.files.clear()
+        self.parameters.clear()
 
 
 class Engine:
@@ -336,11 +349,12 @@ class Engine:
             job.dropped = True  # another rank says why
             return
         if replan:
-            self._replan(prepared, snapshot.identical)
+            self._replan(prepared, snapshot)
         assert self._plan is not None
         slot = self._plan.next_slot()
         slot.fill(prepared.flat, prepared.objects or dump_objects(self._plan.layout, prepared.flat) or {})
         rank = self.ranks.rank
+        job.parameters = slot.tensors(self._plan.trained)
         job.files |= {file: slot.view()[where] for file, where in self._plan.layout.files(rank).items()}
         job.files[rank_file(rank)] = snapshot.rank_state
         if rank == 0:
@@ -360,12 +374,12 @@ class Engine:
         objects = dump_objects(self._plan.layout, flat) if self._plan is not None and holds else None
         return _Prepared(flat, fingerprint, objects)
 
-    def _replan(self, prepared: _Prepared, identical: Collection[str]) -> None:
+    def _replan(self, prepared: _Prepared, snapshot: Snapshot) -> None:
         """Share the state out anew and lay out this rank's part.  Fails on all ranks or on none."""
         self._drop_plan()
         prepared.objects = None
         flat = prepared.flat
-        plans = self.ranks.gather(attempt(lambda: plan_locally(flat, identical)))
+        plans = self.ranks.gather(attempt(lambda: plan_locally(flat, snapshot.identical)))
         shares: list[Any] | None = None
         plan: GlobalPlan | BaseException | None = None
         if plans is not None:
@@ -386,7 +400,7 @@ class Engine:
         assert not isinstance(laid, BaseException)
         extents = [entry for entry in everyone if not isinstance(entry, BaseException)]
         metadata = metadata_bytes(plan, extents) if isinstance(plan, GlobalPlan) else b""
-        self._plan = _Plan(prepared.fingerprint, laid[0], metadata, laid[1])
+        self._plan = _Plan(prepared.fingerprint, laid[0], metadata, laid[1], frozenset(snapshot.trained()))
         self._unmapped = laid[1][0]
 
     def _allocate(self, layout: Layout) -> tuple[Layout, list[Slot]]:
@@ -458,7 +472,7 @@ class Engine:
                 committed = self._persist(job)
             except BaseException as error:
                 self._failures[save.folder] = self.failures(save.folder) + 1
-                job.files.clear()
+                job.release()
                 failure = _as_save_failed(error, save.step, self.ranks.rank)
                 if not save.staged.done():
                     save.staged.set_exception(failure)
@@ -466,7 +480,7 @@ class Engine:
                 save.committed.set_exception(failure)
             else:
                 self._failures[save.folder] = 0
-                job.files.clear()
+                job.release()
                 save.persist = time.perf_counter() - begin
                 self._finished.put(save)
                 save.committed.set_result(committed)
@@ -511,7 +525,7 @@ class Engine:
                 if failure is error:
                     raise
                 raise failure from error
-        if leads and save.folder.link is not None:
+        if leads and save.folder.link is not None and manifest.health == HEALTHY:
             try:
                 tier.point(save.folder.link, name)
             except OSError as error:
@@ -526,12 +540,15 @@ class Engine:
             if (manifest.run, manifest.sequence) == (self.run, save.sequence):
                 tier.remove(name)
 
-    def _write(self, job: _Job, partial: str) -> list[FileEntry]:
+    def _write(self, job: _Job, partial: str) -> Report:
+        """Write this rank's files, and look at its parameters meanwhile."""
         tier = job.save.folder.tier
-        written = [tier.write(partial, file, data, self.ranks.rank) for file, data in job.files.items()]
-        tier.sync(partial)
+        with ThreadPoolExecutor(1, "resilience-check") as pool:
+            unsound = pool.submit(first_not_finite, job.parameters)
+            written = [tier.write(partial, file, data, self.ranks.rank) for file, data in job.files.items()]
+            tier.sync(partial)
         points.reach("persist.end")
-        return written
+        return Report(written, unsound.result())
 
     def _commit(self, job: _Job, verdict: Verdict, partial: str, name: str) -> None:
         """As leader of a folder: the manifest, then the rename.  Rank 0 goes last, so that its word covers every
@@ -539,8 +556,7 @@ class Engine:
         save, tier = job.save, job.save.folder.tier
         others = [leader for leader in save.folder.leaders if leader != 0]
         if self.ranks.rank == 0:
-            files = [entry for rank in range(self.ranks.world_size) for entry in verdict.reported(rank)]
-            manifest = self._manifest(save, files)
+            manifest = self._manifest(save, [verdict.reported(rank) for rank in range(self.ranks.world_size)])
             if others:
                 verdict.hand_over(manifest, {file: bytes(job.files[file]) for file in (META, METADATA)})
                 for leader in others:
@@ -554,25 +570,29 @@ class Engine:
             store.commit(tier, partial, name, manifest, replace=job.replace)
             verdict.folder_done()
 
-    def _manifest(self, save: Save, files: list[FileEntry]) -> Manifest:
+    def _manifest(self, save: Save, reports: list[Report]) -> Manifest:
         facts, folder = save.facts, save.folder
+        unsound = [report.unsound for report in reports if report.unsound is not None]
+        extra: dict[str, Any] = {}
+        if folder.keep is not None:
+            extra["retention"] = retention.stated(folder.keep, folder.remote_keep, folder.ranking)
+        if suspicion := [*filter(None, [facts.suspicion]), *(f"{name} is not finite" for name in unsound[:1])]:
+            extra["suspicion"] = "; ".join(suspicion)
         return Manifest(
             run=self.run,
             step=facts.step,
             epoch=facts.epoch,
             created=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
             reason=facts.reason,
-            files=tuple(files),
+            files=tuple(entry for report in reports for entry in report.files),
             sequence=save.sequence,
-            health=facts.health,
+            health=SUSPECT if suspicion else HEALTHY,
             labels=facts.labels,
             world_size=self.ranks.world_size,
             strategy=facts.strategy,
             metrics=facts.metrics,
             versions=facts.versions,
-            extra={"retention": retention.stated(folder.keep, folder.remote_keep, folder.ranking)}
-            if folder.keep is not None
-            else {},
+            extra=extra,
         )
 
     def _retain(self, save: Save) -> None:

@@ -33,7 +33,8 @@ change labels, each by one rename.  Behind a URL the files have their names from
 ``epoch``      ``trainer.current_epoch``.
 ``created``    UTC time of the commit, ``YYYY-MM-DDTHH:MM:SSZ``.  For people; nothing is decided by it.
 ``reason``     why it was saved, in words.
-``health``     ``healthy`` or ``suspect``.
+``health``     ``healthy`` or ``suspect``: never the best, never a milestone, never resumed from by itself.
+``suspicion``  optional: why it is suspect, e.g. which parameter is not finite.
 ``labels``     list of words, e.g. ``weights-only``, ``pinned``.
 ``world_size`` number of ranks that wrote it.
 ``strategy``   class name of the Lightning strategy.
@@ -155,7 +156,8 @@ class Manifest:
         """Why a run does not resume from it, however whole it is; None where it may."""
         if WEIGHTS_ONLY in self.labels:
             return "it holds weights only"
-        return None if self.health == HEALTHY else f"it is {self.health}"
+        why = self.extra.get("suspicion")
+        return None if self.health == HEALTHY else f"it is {self.health}" + (f": {why}" if why else "")
 
     def is_same_save(self, other: Manifest) -> bool:
         """Whether both are of one save; labels may have changed since."""

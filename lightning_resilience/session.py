@@ -301,7 +301,14 @@ class Session:
         own["syncs_buffers"] = self._doorway.syncs_buffers
         if self.exact_data:
             own["data"] = self.data.state()
-        return Snapshot(state, identical, meta, run_state.to_bytes(own))
+        return Snapshot(state, identical, meta, run_state.to_bytes(own), lambda: self._trained(state))
+
+    def _trained(self, state: Mapping[str, Any]) -> set[str]:
+        """Flat keys of the model's parameters: no buffers, which may be infinite (masks are), and no frozen ones."""
+        module, prefix = self.trainer.lightning_module, self.family.prefix
+        frozen = {canonical(name) for name, parameter in module.named_parameters() if not parameter.requires_grad}
+        frozen |= {canonical(name) for name, _ in module.named_buffers()}
+        return {f"{prefix}.{name}" for name in state[prefix] if canonical(name) not in frozen}
 
     def _dump(self, rest: Mapping[str, Any]) -> bytes | Exception:
         """Serialise the rest.  What cannot be saved at all stops the run at its first save, before hours are at

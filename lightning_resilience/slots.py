@@ -17,7 +17,7 @@ import mmap
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -74,6 +74,11 @@ class Slot:
         for spot in self.layout.objects:
             pickled = objects[spot.piece.key]
             self._memory[spot.offset : spot.offset + spot.capacity] = pickled.ljust(spot.capacity, b"\0")
+
+    def tensors(self, keys: Collection[str]) -> list[tuple[str, torch.Tensor]]:
+        """The tensors of those keys, as they were copied."""
+        named = zip((key for key, _, _ in self._wanted), self._payloads, strict=True)
+        return [(key, payload) for key, payload in named if key in keys]
 
     def populate(self) -> None:
         """Have the kernel map the memory now, and not at the first copy; where it cannot, nothing is lost."""

@@ -5,11 +5,20 @@ from __future__ import annotations
 import math
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_resilience.errors import ResilienceError, SaveFailed
 from lightning_resilience.manifest import FileEntry, Manifest
 from lightning_resilience.ranks import Board, Ranks, portable
+
+
+@dataclass(frozen=True)
+class Report:
+    """One rank's part of a save: its ``files``, and what in it is not finite, if anything is (``unsound``)."""
+
+    files: list[FileEntry]
+    unsound: str | None = None
 
 
 class Verdict:
@@ -72,9 +81,9 @@ class Verdict:
     def wait_name(self) -> str:
         return str(self._wait("name"))
 
-    def report(self, files: list[FileEntry]) -> None:
+    def report(self, report: Report) -> None:
         self._reported = True
-        self._put(files, "files", self._rank)
+        self._put(report, "files", self._rank)
         if self._board.count(self._key("count")) == self._world_size:
             self._put(True, "reports")
 
@@ -88,9 +97,9 @@ class Verdict:
             if isinstance(stands, BaseException):
                 raise stands from error
 
-    def reported(self, rank: int) -> list[FileEntry]:
-        files: list[FileEntry] = self._wait("files", rank)
-        return files
+    def reported(self, rank: int) -> Report:
+        report: Report = self._wait("files", rank)
+        return report
 
     def hand_over(self, manifest: Manifest, files: dict[str, bytes]) -> None:
         self._put((manifest, files), "copies")
