@@ -7,11 +7,12 @@ A session lives from a callback's ``setup`` to its ``teardown`` (or ``on_excepti
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_resilience import logged, run_state, store, trainer_state
+from lightning_resilience import logged, preemption, run_state, store, trainer_state
 from lightning_resilience.data import DataPosition
 from lightning_resilience.engine import OVERDUE, Engine, Facts, Folder, Save, Snapshot
 from lightning_resilience.errors import (
@@ -32,7 +33,8 @@ from lightning_resilience.errors import (
 )
 from lightning_resilience.manifest import MANIFEST, META, PINNED, WEIGHTS_ONLY, Manifest, rank_file
 from lightning_resilience.objects import Stat, shown
-from lightning_resilience.ranks import Ranks, attempt, raise_first
+from lightning_resilience.preemption import Preempted, Preemption
+from lightning_resilience.ranks import Board, Ranks, attempt, raise_first
 from lightning_resilience.reader import CheckpointReader, canonical, load_trusted
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.resume import Place, Source, find_last, open_explicit, verify_together
@@ -74,7 +76,14 @@ class Session:
         self.between_batches: list[Callable[[int, bool, bool], None]] = []
         """Called after each batch with its epoch, whether that has ended, and whether no gradients of a half-done
         accumulation window would be lost now; see ``Doorway.between_batches``."""
+        self.preemption = Preemption()
+        self.before_leaving: list[Callable[[], None]] = []
+        """Called on all ranks, when training is about to stop for a signal and everything is saved."""
+        self.save_seconds = 0.0
+        """How long the slowest save so far took until it was committed."""
         self._boundary = (-1, False)
+        self._cut = False
+        self._notices: Board | None = None
         self.places: dict[str, Place] = {}
         """The places that callbacks have, by their folder and by the URL behind it."""
         self.storage_options: list[dict[str, Any]] = []
@@ -103,7 +112,15 @@ class Session:
 
     @classmethod
     def join(
-        cls, trainer: Trainer, *, exact_data: bool, on_unrestorable: str, restore_optimizers: bool, **kwargs: Any
+        cls,
+        trainer: Trainer,
+        *,
+        exact_data: bool,
+        on_unrestorable: str,
+        restore_optimizers: bool,
+        signals: Collection[int] = (),
+        grace: float = math.inf,
+        **kwargs: Any,
     ) -> Session:
         """The Trainer's session, opened for its first user; see ``ResilientCheckpoint`` for the arguments."""
         session = _sessions.get(id(trainer))
@@ -113,17 +130,27 @@ class Session:
         session.exact_data &= exact_data
         session._restores_optimizers &= restore_optimizers
         session._on_unrestorable = on_unrestorable
+        session.preemption.signals.update(signals)
+        session.preemption.grace = min(session.preemption.grace, grace)
         return session
 
     def leave(self) -> None:
-        """Close the session if this was its last user.  Collective: waits for the background work of all ranks."""
+        """Close the session if this was its last user.  Collective: waits for the background work of all ranks.
+
+        Raises:
+            Preempted: a signal came when training was over already; on all ranks.
+        """
         self._users -= 1
         if self._users == 0:
             try:
                 self.engine.close()
-                self.ranks.any_max(0)  # rank 0 takes the board down, so it goes last
+                # Rank 0 takes the board down, so it goes last.
+                self.preemption.agree(self.ranks.any_max(self.preemption.signum)[0])
             finally:
                 self._detach()
+            if self.preempted:
+                self._requeue()
+                raise self._preempted() from self.preemption.held
 
     def abandon(self, seconds: float) -> None:
         """Close the session without the other ranks, after an exception: what is under way gets ``seconds`` to
@@ -156,6 +183,7 @@ class Session:
             door.watch_set_up()
             door.before_first_batch(self._before_first_batch)
             door.between_batches(self._tell_between_batches)
+            door.after_registering_signals(self._take_signals)
 
     def _before_first_batch(self) -> None:
         self._doorway.resume_batches()
@@ -168,9 +196,78 @@ class Session:
             self._boundary = batches, self._doorway.at_step_boundary()
         for action in self.between_batches:
             action(epoch, epoch_ended, self._boundary[1])
+        if self.preempted and self._boundary[1]:
+            self._stop()
+
+    # -- preemption ---------------------------------------------------------------------------------------------------
+
+    def _take_signals(self) -> None:
+        told = self.preemption
+        told.requeue_signal = self._doorway.requeue_signal if told.signals else None
+        if told.requeue_signal is not None:
+            told.signals.add(told.requeue_signal)
+        told.install(self._doorway.take_signals(told.signals))
+        ends = preemption.slurm_end() if told.signals and self.ranks.rank == 0 else None
+        if ends is not None:
+            told.ends_at(ends)
+
+    @property
+    def preempted(self) -> bool:
+        """Whether all ranks have agreed to stop at the next step boundary."""
+        return self.preemption.agreed > 0
+
+    def signal_to_ask(self, action: Callable[[int, bool, bool], None]) -> int:
+        """What ``action``, one of ``between_batches``, has to ask the other ranks with: one of them asks for all."""
+        return self.preemption.wanted(self.save_seconds) if action == self.between_batches[0] else 0
+
+    def stop_before_training(self) -> None:
+        """Raise Preempted where any rank was signalled before there is anything to save.  Collective."""
+        self.preemption.agree(self.ranks.any_max(self.preemption.signum)[0])
+        if self.preempted:
+            self._stop()
+
+    def _stop(self) -> None:
+        """Everything that can be is saved: see to it that the run goes on elsewhere, and end this process."""
+        self._requeue()
+        for action in self.before_leaving:
+            action()
+        raise self._preempted() from self.preemption.held
+
+    def _requeue(self) -> None:
+        job = preemption.slurm_job() if self.preemption.wants_requeue else None
+        if job is not None and self.ranks.rank == 0:
+            preemption.requeue(job)
+
+    def _preempted(self) -> Preempted:
+        signum = self.preemption.agreed
+        stop = Preempted(signum, self.trainer.global_step, status=0 if self._doorway.is_watched else None)
+        if self.ranks.rank == 0:
+            name = preemption.name_of(signum)
+            log.warning("event=preempted step=%d reason=%r exit=%d", stop.step, name, stop.code)
+        return stop
+
+    def leave_by(self) -> float:
+        """Second of the monotonic clock by which this process should be leaving, as far as any rank has been told;
+        infinity where none was.  Asked again and again while there is something to wait for, by ranks that may be
+        anywhere."""
+        told = self.preemption
+        if told.grace == math.inf:
+            return math.inf
+        if not self._cut and self.ranks.world_size > 1:
+            key = f"{self.ranks.session}/leaving"
+            if self._notices is None:
+                self._notices = self.ranks.board()
+            if told.deadline() < math.inf:
+                self._notices.put_once(key, True)
+                self._cut = True
+            elif self._notices.has(key):
+                told.hurry()
+                self._cut = True
+        return told.deadline()
 
     def _detach(self, abandoned: bool = False) -> None:
         self._remove_scratches()
+        self.preemption.close()
         self._doorway.close()
         self.data.close()
         self.ranks.close(abandoned)
@@ -217,7 +314,9 @@ class Session:
 
     def finished(self, folder: Folder | None) -> list[Save]:
         """The saves to a folder that ended since the last call."""
-        self._finished += self.engine.poll()
+        for save in self.engine.poll():
+            self._finished.append(save)
+            self.save_seconds = max(self.save_seconds, save.stall + save.persist)
         mine = [save for save in self._finished if save.folder is folder]
         self._finished = [save for save in self._finished if save.folder is not folder]
         return mine

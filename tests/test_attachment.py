@@ -183,6 +183,8 @@ ARGUMENTS: dict[str, list[Any]] = {
     "max_failures": [7],
     "on_unrestorable": ["fresh"],
     "save_timeout": [12.5],
+    "signals": [["SIGTERM", "SIGINT"], [10], []],
+    "grace_seconds": [30, 2.5, None],
     "exact_data": [False, True],
     "restore_optimizers": [False],
     "remote": ["memory://run7"],
