@@ -70,7 +70,7 @@ def commits(root: Path) -> list[tuple[int, str]]:
 
 def preempted(root: Path, *callbacks: L.Callback, ranks: int = 1, steps: int = NEVER, **kwargs: Any) -> tuple[int, int]:
     """Train until a signal ends it; the step and the exit status."""
-    how = "ddp" if ranks > 1 else "single"
+    how = kwargs.pop("how", "ddp" if ranks > 1 else "single")
     witness = kwargs.pop("checkpoint", None) or Witness(root, kwargs.pop("every", NEVER), grace_seconds=2.0)
     before = [signal.getsignal(one) for one in (TERM, USR1)]
     with pytest.raises(Preempted) as stop:
