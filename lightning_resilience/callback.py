@@ -103,6 +103,9 @@ class ResilientCheckpoint(ModelCheckpoint):
             with auto-requeue the job is requeued after the commit where its requeue signal came.
         grace_seconds: time from a signal to the kill, if it is known: what is left of it after the save is used for the
             cold tier.
+        max_attempts: starts from one checkpoint that crash before there is a newer one, after which
+            ``ckpt_path="last"`` passes it over for the one before it, and stops with ``CrashLoop`` once that has been
+            tried as often; None tries for ever.
         exact_data: continue an interrupted epoch at the exact sample; otherwise Lightning does what it does: it goes on
             counting batches, and reads from the first one.  Right for data that is gone once read, as from a queue.
         remote: cold tier: an ``s3://bucket/folder`` or any other fsspec URL, to which every checkpoint is copied in the
@@ -142,6 +145,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         save_timeout: float = 1800.0,
         signals: Sequence[str | int] = ("SIGTERM", "SIGUSR1"),
         grace_seconds: float | None = None,
+        max_attempts: int | None = 3,
         exact_data: bool = True,
         restore_optimizers: bool = True,
         remote: str | None = None,
@@ -159,6 +163,8 @@ class ResilientCheckpoint(ModelCheckpoint):
         self._signals = check_signals(signals)
         if grace_seconds is not None:
             check_number("grace_seconds", grace_seconds, least=0.001)
+        if max_attempts is not None:
+            check_number("max_attempts", max_attempts, least=1, whole=True)
         check_number("save_top_k", save_top_k, least=-1, whole=True)
         for name, flag in (
             ("exact_data", exact_data),
@@ -202,6 +208,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         self.save_timeout = save_timeout
         self.signals = tuple(name_of(signum) for signum in self._signals)
         self.grace_seconds = grace_seconds
+        self.max_attempts = max_attempts
         self.exact_data = exact_data
         self.restore_optimizers = restore_optimizers
         self.keep = self._the_keep(keep)
@@ -312,6 +319,7 @@ class ResilientCheckpoint(ModelCheckpoint):
             restore_optimizers=self.restore_optimizers,
             signals=self._signals,
             grace=math.inf if self.grace_seconds is None else self.grace_seconds,
+            max_attempts=math.inf if self.max_attempts is None else self.max_attempts,
             memory=self.memory,
             timeout=self.save_timeout,
         )
@@ -688,7 +696,7 @@ class ResilientCheckpoint(ModelCheckpoint):
             log.warning("event=save step=%d outcome=failed error=%r", trainer.global_step, error)
         finally:
             left = session.preemption.deadline() - time.monotonic()
-            session.abandon(max(min(DRAIN_AFTER_EXCEPTION, left), 0.0))
+            session.abandon(max(min(DRAIN_AFTER_EXCEPTION, left), 0.0), exception)
             if self._replicator is not None:
                 self._replicator.abandon()
             self._session = self._agreement = self._replicator = None

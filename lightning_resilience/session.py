@@ -21,6 +21,7 @@ from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_resilience import logged, preemption, run_state, store, trainer_state
+from lightning_resilience.attempts import Attempts
 from lightning_resilience.data import DataPosition
 from lightning_resilience.engine import OVERDUE, Engine, Facts, Folder, Save, Snapshot
 from lightning_resilience.errors import (
@@ -28,6 +29,8 @@ from lightning_resilience.errors import (
     CheckpointIncompatible,
     CheckpointNotFound,
     CheckpointUncommitted,
+    CrashLoop,
+    ResilienceError,
     SaveFailed,
     SetupError,
 )
@@ -89,6 +92,8 @@ class Session:
         self.storage_options: list[dict[str, Any]] = []
         """What callbacks were given for their URLs."""
         self._on_unrestorable = "raise"
+        self.max_attempts = math.inf
+        self._attempts: Attempts | None = None
         self._restores_optimizers = True
         self._scratches: list[LocalTier] = []
         self._finished: list[Save] = []
@@ -120,6 +125,7 @@ class Session:
         restore_optimizers: bool,
         signals: Collection[int] = (),
         grace: float = math.inf,
+        max_attempts: float = math.inf,
         **kwargs: Any,
     ) -> Session:
         """The Trainer's session, opened for its first user; see ``ResilientCheckpoint`` for the arguments."""
@@ -130,6 +136,7 @@ class Session:
         session.exact_data &= exact_data
         session._restores_optimizers &= restore_optimizers
         session._on_unrestorable = on_unrestorable
+        session.max_attempts = min(session.max_attempts, max_attempts)
         session.preemption.signals.update(signals)
         session.preemption.grace = min(session.preemption.grace, grace)
         return session
@@ -148,13 +155,18 @@ class Session:
                 self.preemption.agree(self.ranks.any_max(self.preemption.signum)[0])
             finally:
                 self._detach()
+            if self._attempts is not None:
+                self._attempts.clear()
             if self.preempted:
                 self._requeue()
                 raise self._preempted() from self.preemption.held
 
-    def abandon(self, seconds: float) -> None:
-        """Close the session without the other ranks, after an exception: what is under way gets ``seconds`` to
-        finish."""
+    def abandon(self, seconds: float, cause: BaseException) -> None:
+        """Close the session without the other ranks, after the exception ``cause``: what is under way gets ``seconds``
+        to finish."""
+        is_exit = isinstance(cause, SystemExit) and (isinstance(cause, Preempted) or not cause.code)
+        if self._attempts is not None and (is_exit or isinstance(cause, (KeyboardInterrupt, ResilienceError))):
+            self._attempts.forgive()
         self._users -= 1
         if self._users == 0:
             try:
@@ -316,6 +328,8 @@ class Session:
         """The saves to a folder that ended since the last call."""
         for save in self.engine.poll():
             self._finished.append(save)
+            if self._attempts is not None and save.committed.exception() is None and PINNED not in save.facts.labels:
+                self._attempts.clear()
             self.save_seconds = max(self.save_seconds, save.stall + save.persist)
         mine = [save for save in self._finished if save.folder is folder]
         self._finished = [save for save in self._finished if save.folder is not folder]
@@ -552,10 +566,14 @@ class Session:
         return places + [self.place(LocalTier(path)) for path in others if Path(path) not in known]
 
     def _newest(self, places: list[Place]) -> Source | str | None:
-        search = find_last(self.ranks, places)
+        tried = self._tried_in_vain(places)
+        search = find_last(self.ranks, places, tried)
         if search.source is not None:
+            self._begin_attempt(search.source, [name for _, name in tried])
             self._say(search.source, search.explain())
             return search.source
+        if tried:
+            raise self._crash_loop(places, tried)
         if not search.skipped:
             if (stock := self.ranks.broadcast(store.newest_stock(places[0].tier) if places else None)) is not None:
                 rank_zero_warn(
@@ -575,6 +593,45 @@ class Session:
             problems=tuple(f"{path}: {why}" for path, why in search.skipped.items()),
             hint="Repair or remove them, or set on_unrestorable='fresh' to start over.",
         )
+
+    def _tried_in_vain(self, places: list[Place]) -> dict[tuple[int, str], str]:
+        """The checkpoint that a run is not to be started from once more, and why, by number of the place and name.
+
+        Raises:
+            CrashLoop: there are two already.
+        """
+
+        def look() -> dict[tuple[int, str], str]:
+            return {
+                (index, name): f"{count} starts from it crashed before there was a newer one"
+                for index, place in enumerate(places)
+                for name, count in Attempts(place.tier.root).read().items()
+                if count >= self.max_attempts and place.tier.exists(name)
+            }
+
+        tried = self.ranks.broadcast(look() if self.ranks.rank == 0 and self._doorway.fitting else {})
+        if len(tried) > 1:
+            raise self._crash_loop(places, tried)
+        for (_, name), why in tried.items() if self.ranks.rank == 0 else ():
+            log.warning("event=resume skipped=%s reason=%r note='the one before it is tried'", name, why)
+        return tried
+
+    @staticmethod
+    def _crash_loop(places: list[Place], tried: Mapping[tuple[int, str], str]) -> CrashLoop:
+        index = min(index for index, _ in tried)
+        return CrashLoop(
+            f"The run crashes again and again: {'; '.join(f'{name}: {why}' for (_, name), why in tried.items())}.",
+            hint="Mend what the log of the last start shows, then remove"
+            f" {str(Attempts(places[index].tier.root).path)!r} to have them tried again, or give ckpt_path= the"
+            f" checkpoint to go on from. {store.available(places[index].tier)}",
+        )
+
+    def _begin_attempt(self, source: Source, passed_over: list[str]) -> None:
+        """Count this start, until something shows that it was no crash."""
+        is_lasting = source.tier not in self._scratches
+        if self.ranks.rank == 0 and self._doorway.fitting and self.max_attempts < math.inf and is_lasting:
+            self._attempts = Attempts(source.tier.root)
+            self._attempts.begin(source.name, passed_over)
 
     def _say(self, source: Source, skipped: str) -> None:
         """One line that says what is resumed."""

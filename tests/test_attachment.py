@@ -185,6 +185,7 @@ ARGUMENTS: dict[str, list[Any]] = {
     "save_timeout": [12.5],
     "signals": [["SIGTERM", "SIGINT"], [10], []],
     "grace_seconds": [30, 2.5, None],
+    "max_attempts": [5, None],
     "exact_data": [False, True],
     "restore_optimizers": [False],
     "remote": ["memory://run7"],
