@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ class Session:
         self.save_seconds = 0.0
         """How long the slowest save so far took until it was committed."""
         self._boundary = (-1, False)
-        self._cut = False
+        self._all_know = False
         self._notices: Board | None = None
         self.places: dict[str, Place] = {}
         """The places that callbacks have, by their folder and by the URL behind it."""
@@ -243,6 +244,8 @@ class Session:
         self._requeue()
         for action in self.before_leaving:
             action()
+        with suppress(RuntimeError):  # a rank that was killed meanwhile
+            self.ranks.any_max(0)  # rank 0 takes the board down, so it goes last
         raise self._preempted() from self.preemption.held
 
     def _requeue(self) -> None:
@@ -262,20 +265,24 @@ class Session:
         """Second of the monotonic clock by which this process should be leaving, as far as any rank has been told;
         infinity where none was.  Asked again and again while there is something to wait for, by ranks that may be
         anywhere."""
-        told = self.preemption
-        if told.grace == math.inf:
-            return math.inf
-        if not self._cut and self.ranks.world_size > 1:
-            key = f"{self.ranks.session}/leaving"
-            if self._notices is None:
-                self._notices = self.ranks.board()
-            if told.deadline() < math.inf:
-                self._notices.put_once(key, True)
-                self._cut = True
-            elif self._notices.has(key):
-                told.hurry()
-                self._cut = True
-        return told.deadline()
+        if self.preemption.grace < math.inf and not self._all_know and self.ranks.world_size > 1:
+            try:
+                self._all_know = self._tell_or_hear()
+            except RuntimeError:  # rank 0 is gone
+                self.preemption.hurry()
+                self._all_know = True
+        return self.preemption.deadline()
+
+    def _tell_or_hear(self) -> bool:
+        """Through the board, because others wait elsewhere: whether all ranks know now that one was signalled."""
+        key = f"{self.ranks.session}/leaving"
+        if self._notices is None:
+            self._notices = self.ranks.board()
+        if self.preemption.deadline() < math.inf:
+            self._notices.put_once(key, True)
+        elif self._notices.has(key):
+            self.preemption.hurry()
+        return self.preemption.deadline() < math.inf
 
     def _detach(self, abandoned: bool = False) -> None:
         self._remove_scratches()

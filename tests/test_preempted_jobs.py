@@ -16,12 +16,15 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
 from forks import run_fork, run_forks, start_forks
-from lightning_resilience import Keep, preemption
-from lightning_resilience.preemption import WALL_TIME, Preemption
+from lightning_resilience import Keep, points, preemption
+from lightning_resilience.agreement import Agreement
+from lightning_resilience.preemption import WALL_TIME, Preempted, Preemption
+from lightning_resilience.ranks import Ranks
 from probes import Witness, fit, whole_steps
 from processes import TESTS, start_ranks
 from support import TinyModel, data, make_trainer, strategy
@@ -61,6 +64,65 @@ def test_signal_on_any_rank_lets_all_save_the_same_step_and_stop(
     assert max(seconds, second[1]) < 20
     assert commits(tmp_path) == ([(step, preemption.name_of(signals[0]))] if step else [])
     assert (step > 0) == (moment != "on_train_start")
+
+
+def preempted_by_different_signals(root: Path) -> tuple[int, int]:
+    how = {"step": 3, "moment": "on_after_backward"}
+    return preempted(root, Sent(ranks=[1, 2], signals=[TERM], **how), Sent(ranks=[3], signals=[USR1], **how), ranks=4)
+
+
+@pytest.mark.ranks
+def test_different_signals_on_different_ranks_of_four_are_one_stop(tmp_path: Path) -> None:
+    told = run_forks(preempted_by_different_signals, tmp_path, world_size=4)
+    step, status = told[0]
+    assert told == [(step, status)] * 4
+    assert commits(tmp_path) == [(step, preemption.name_of(status - 128))]
+
+
+def ask_slowly(batches: int, signalled: int) -> list[int]:
+    """Steps of a second, as far as the agreement can see: how many questions there were, and when it heard."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    agreement = Agreement(Ranks(rank, 2), seconds=0.01)
+    heard = []
+    for batch in range(batches):
+        time.sleep(0.05)
+        agreement.ask(None, TERM if rank == 1 and batch >= signalled else 0)
+        heard += [batch] if agreement.signal else []
+    agreement.close()
+    dist.destroy_process_group()
+    return heard
+
+
+@pytest.mark.ranks
+def test_ranks_with_long_steps_hear_of_a_signal_after_the_step_under_way(tmp_path: Path) -> None:
+    assert run_forks(ask_slowly, 12, 8, world_size=2) == [[8, 9, 10, 11]] * 2
+
+
+def upload_when_one_rank_is_told(root: Path) -> tuple[float, int]:
+    """Training is over; rank 1 sends its files slowly, and is the only one to be signalled."""
+    began: list[float] = []
+
+    def strike(point: str) -> None:
+        if point == "replicate.file" and not began:
+            began.append(time.monotonic())
+            if os.environ["RANK"] == "1":
+                os.kill(os.getpid(), TERM)
+            time.sleep(6)
+
+    points.listen(strike)
+    witness = Witness(root, NEVER, remote=(root / "cold").as_uri(), grace_seconds=2.0)
+    with pytest.raises(Preempted) as stop:
+        fit(root, witness, how="ddp", world_size=2, steps=3)
+    return time.monotonic() - began[0], int(stop.value.code or 0)
+
+
+@pytest.mark.ranks
+def test_signal_on_one_rank_during_the_last_upload_ends_all_within_the_grace(tmp_path: Path) -> None:
+    told = run_forks(upload_when_one_rank_is_told, tmp_path, world_size=2)
+    assert [status for _, status in told] == [143, 143]
+    assert max(seconds for seconds, _ in told) < 4.0
+    assert whole_steps(tmp_path) == [3]
 
 
 def two_folders(root: Path) -> tuple[list[str], list[str]]:
