@@ -210,10 +210,11 @@ class Preemption:
         """Stop in time for the wall time's end.
 
         Args:
-            when: seconds of the UNIX clock.
+            when: seconds of the UNIX clock.  What is over already is another job's, whose environment this one has.
         """
-        self._ends = when
-        self._share = max(WALL_TIME_SHARE * (when - time.time()), 0.0)
+        left = when - time.time()
+        if left > 0:
+            self._ends, self._share = when, WALL_TIME_SHARE * left
 
     def wanted(self, save_seconds: float = 0.0) -> int:
         """The signal that came, or ``WALL_TIME`` where a save has to begin now to be in time; 0 where neither.  Asked

@@ -327,6 +327,16 @@ def test_margin_before_the_wall_time_ends_grows_with_what_a_save_takes(monkeypat
     assert told.wanted(3600) == WALL_TIME
 
 
+def test_wall_time_of_a_job_with_auto_requeue_requeues_it_and_one_that_is_over_is_another_jobs() -> None:
+    told = Preemption()
+    told.ends_at(time.time() - 60)
+    assert told.wanted() == 0
+    told.agree(WALL_TIME)
+    assert not told.wants_requeue
+    told.requeue_signal = USR1
+    assert told.wants_requeue
+
+
 def run_out_of_time(root: Path) -> tuple[int, bool]:
     trainer = fit(root, Slow(), Witness(root, NEVER), steps=NEVER, max_time={"seconds": 1})
     stopped_at = trainer.global_step

@@ -417,6 +417,22 @@ def test_the_cold_tier_gets_what_is_left_of_the_grace_and_the_next_start_does_th
     assert run_fork(finish_the_copy, tmp_path) == [4, 5]
 
 
+def preempted_with_a_slow_writer(root: Path) -> tuple[tuple[int, int], float]:
+    slow(20.0)
+    sent = Sent("on_after_backward")
+    with pytest.warns(UserWarning, match="step that training stops at is not saved.*does not answer in time"):
+        told = preempted(root, sent, checkpoint=Witness(root, NEVER, grace_seconds=1.0))
+    return told, time.monotonic() - sent.at
+
+
+def test_a_save_that_takes_longer_than_the_grace_is_given_up_and_leaves_nothing(tmp_path: Path) -> None:
+    told, seconds = run_fork(preempted_with_a_slow_writer, tmp_path)
+    assert told == (4, 143)
+    assert seconds < 3.0
+    assert run_fork(resumed, tmp_path, 5)[0] == 0
+    assert whole_steps(tmp_path) == [5]
+
+
 def preempted_with_time(root: Path) -> list[int]:
     preempted(root, Sent("on_after_backward"), checkpoint=Witness(root, NEVER, remote=(root / "cold").as_uri()))
     return [m.step for m in committed(root / "cold")]
