@@ -20,12 +20,14 @@ if TYPE_CHECKING:
         CheckpointIncompatible,
         CheckpointNotFound,
         CheckpointUncommitted,
+        CrashLoop,
         ResilienceError,
         SaveFailed,
         SetupError,
         TierDenied,
         TierUnavailable,
     )
+    from lightning_resilience.preemption import Preempted
     from lightning_resilience.retention import Keep
     from lightning_resilience.schedule import EverySeconds, EverySteps, FirstOf
 
@@ -33,6 +35,7 @@ _HOME = {
     "ResilientCheckpoint": "callback",
     "ResilientCheckpointIO": "checkpoint_io",
     "Keep": "retention",
+    "Preempted": "preemption",
     "EverySteps": "schedule",
     "EverySeconds": "schedule",
     "FirstOf": "schedule",
@@ -41,6 +44,7 @@ _HOME = {
     "CheckpointUncommitted": "errors",
     "CheckpointCorrupt": "errors",
     "CheckpointIncompatible": "errors",
+    "CrashLoop": "errors",
     "SaveFailed": "errors",
     "TierUnavailable": "errors",
     "TierDenied": "errors",
@@ -52,10 +56,12 @@ __all__ = [
     "CheckpointIncompatible",
     "CheckpointNotFound",
     "CheckpointUncommitted",
+    "CrashLoop",
     "EverySeconds",
     "EverySteps",
     "FirstOf",
     "Keep",
+    "Preempted",
     "ResilienceError",
     "ResilientCheckpoint",
     "ResilientCheckpointIO",

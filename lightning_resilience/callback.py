@@ -3,7 +3,7 @@
 It decides when, and leaves how to the engine::
 
     setup                 open the folder, join the ranks, take the strategy's place for saves and loads
-    between two batches   hear of commits; ask the schedule; save at a step boundary
+    between two batches   hear of commits and signals; ask the schedule; save at a step boundary
     on_train_end          save the last step, wait for it
     teardown              end the background work
     on_exception          the same without the other ranks, within seconds
@@ -18,7 +18,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -45,6 +45,7 @@ from lightning_resilience.engine import OVERDUE, Committed, Folder, Save
 from lightning_resilience.errors import SaveFailed, SetupError
 from lightning_resilience.manifest import HEALTHY, Manifest, newest_first
 from lightning_resilience.objects import shown
+from lightning_resilience.preemption import Preempted, check_signals, name_of
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.replication import Replicated, Replicator
 from lightning_resilience.retention import Keep, Ranking, judge
@@ -97,6 +98,14 @@ class ResilientCheckpoint(ModelCheckpoint):
         on_unrestorable: when checkpoints exist and none can be resumed from: ``"raise"``, or ``"fresh"`` to start over
             with a warning.
         save_timeout: seconds after which a save that some rank has not finished is dropped.
+        signals: names or numbers of signals after which all ranks save the next step boundary once and stop, whichever
+            rank was sent one; ``fit`` ends with ``Preempted``, a ``SystemExit`` with status 143 for SIGTERM.  On SLURM
+            with auto-requeue the job is requeued after the commit where its requeue signal came.
+        grace_seconds: time from a signal to the kill, if it is known: what is left of it after the save is used for the
+            cold tier.
+        max_attempts: starts from one checkpoint that crash before there is a newer one, after which
+            ``ckpt_path="last"`` passes it over for the one before it, and stops with ``CrashLoop`` once that has been
+            tried as often; None tries for ever.
         exact_data: continue an interrupted epoch at the exact sample; otherwise Lightning does what it does: it goes on
             counting batches, and reads from the first one.  Right for data that is gone once read, as from a queue.
         remote: cold tier: an ``s3://bucket/folder`` or any other fsspec URL, to which every checkpoint is copied in the
@@ -134,6 +143,9 @@ class ResilientCheckpoint(ModelCheckpoint):
         max_failures: int = 3,
         on_unrestorable: Literal["raise", "fresh"] = "raise",
         save_timeout: float = 1800.0,
+        signals: Sequence[str | int] = ("SIGTERM", "SIGUSR1"),
+        grace_seconds: float | None = None,
+        max_attempts: int | None = 3,
         exact_data: bool = True,
         restore_optimizers: bool = True,
         remote: str | None = None,
@@ -148,6 +160,11 @@ class ResilientCheckpoint(ModelCheckpoint):
         check_choice("save_last", save_last, (None, True, False, "link"))
         check_number("max_failures", max_failures, least=1, whole=True)
         check_number("save_timeout", save_timeout, least=0.001)
+        self._signals = check_signals(signals)
+        if grace_seconds is not None:
+            check_number("grace_seconds", grace_seconds, least=0.001)
+        if max_attempts is not None:
+            check_number("max_attempts", max_attempts, least=1, whole=True)
         check_number("save_top_k", save_top_k, least=-1, whole=True)
         for name, flag in (
             ("exact_data", exact_data),
@@ -189,6 +206,9 @@ class ResilientCheckpoint(ModelCheckpoint):
         self.max_failures = max_failures
         self.on_unrestorable = on_unrestorable
         self.save_timeout = save_timeout
+        self.signals = tuple(name_of(signum) for signum in self._signals)
+        self.grace_seconds = grace_seconds
+        self.max_attempts = max_attempts
         self.exact_data = exact_data
         self.restore_optimizers = restore_optimizers
         self.keep = self._the_keep(keep)
@@ -297,6 +317,9 @@ class ResilientCheckpoint(ModelCheckpoint):
             exact_data=self.exact_data,
             on_unrestorable=self.on_unrestorable,
             restore_optimizers=self.restore_optimizers,
+            signals=self._signals,
+            grace=math.inf if self.grace_seconds is None else self.grace_seconds,
+            max_attempts=math.inf if self.max_attempts is None else self.max_attempts,
             memory=self.memory,
             timeout=self.save_timeout,
         )
@@ -365,8 +388,10 @@ class ResilientCheckpoint(ModelCheckpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._session is None:
             return
-        self._agreement = Agreement(self._session.ranks)
+        self._session.stop_before_training()
+        self._agreement = Agreement(self._session.ranks, self._session.preemption.period)
         self._session.between_batches.append(self._between_batches)
+        self._session.before_leaving.append(self._replicate_in_time)
         self._started = self._now(trainer)
         if self._replicator is not None:
             self._replicator.offer(self._committed, self._session.engine.in_use)
@@ -384,7 +409,9 @@ class ResilientCheckpoint(ModelCheckpoint):
         trainer, self._epoch = session.trainer, epoch
         self._hear(trainer, trainer.lightning_module)
         now = self._now(trainer)
-        answer = self._agreement.ask(self._wanted_by_time(now) if session.ranks.rank == 0 else None)
+        wish = self._wanted_by_time(now) if session.ranks.rank == 0 else None
+        answer = self._agreement.ask(wish, session.signal_to_ask(self._between_batches))
+        session.preemption.agree(self._agreement.signal)
         self._reasons += [answer] if answer else []
         if self._validated:
             self._metrics_are_of = self._position(trainer)
@@ -397,6 +424,9 @@ class ResilientCheckpoint(ModelCheckpoint):
         ends = not epoch_ended and session.ends_within_an_epoch()
         reasons = [reason for reason in (due, *self._reasons, "end of training" if ends else None) if reason]
         self._validated, self._reasons = False, []
+        if session.preempted:
+            self._save_in_time(trainer, "; ".join(dict.fromkeys([*reasons, name_of(session.preemption.agreed)])))
+            return
         if ends:
             self._wait(trainer, trainer.lightning_module)
         if reasons:
@@ -603,22 +633,46 @@ class ResilientCheckpoint(ModelCheckpoint):
         if session is None or self._agreement is None or self._folder is None:
             return
         self._agreement.close()
-        self._wait(trainer, pl_module)
-        while self._saved_at != self._position(trainer) and self._now(trainer).step > 0:
-            self._save(trainer, "end of training", self._epoch)
-            self._wait(trainer, pl_module)
+        self._save_and_wait(trainer, "end of training")
 
-    def _wait(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Until the save under way has ended on all ranks."""
+    def _save_and_wait(self, trainer: Trainer, reason: str, deadline: float = math.inf) -> None:
+        """Save the step that training is at, unless it is, and wait until it is committed."""
+        self._wait(trainer, trainer.lightning_module, deadline)
+        while self._saved_at != self._position(trainer) and self._now(trainer).step > 0:
+            self._save(trainer, reason, self._epoch)
+            self._wait(trainer, trainer.lightning_module, deadline)
+
+    def _save_in_time(self, trainer: Trainer, reason: str) -> None:
+        """Save before all ranks stop.  A save that fails does not make a run finished, nor keeps it from stopping."""
+        session, agreement = self._session, self._agreement
+        assert session is not None
+        assert agreement is not None
+        agreement.close()
+        try:
+            self._save_and_wait(trainer, reason, session.preemption.deadline())
+        except SaveFailed as error:
+            if self.on_save_error == "raise":
+                raise
+            rank_zero_warn(f"The step that training stops at is not saved: {error}")
+
+    def _replicate_in_time(self) -> None:
+        """Let the cold tier have what is on its way, as long as there is time."""
+        if self._replicator is not None and self._session is not None:
+            self._replicator.close(self.save_timeout, self._session.leave_by)
+            self._hear_of_copies(self._session.trainer, self._session.trainer.lightning_module)
+
+    def _wait(self, trainer: Trainer, pl_module: LightningModule, deadline: float = math.inf) -> None:
+        """Until the save under way has ended on all ranks, but not beyond ``deadline``."""
         session = self._session
         assert session is not None
-        done = session.engine.drain(self.save_timeout + OVERDUE)
+        begin = time.monotonic()
+        done = session.engine.drain(max(min(self.save_timeout + OVERDUE, deadline - begin), 0.0))
         self._hear(trainer, pl_module)
         hangs, failed = session.ranks.any_max(not done, self._saved_at is None)
         if hangs:
             raise SaveFailed(
-                f"The storage behind {shown(str(self.dirpath))!r} does not answer: a save has been under way for more"
-                f" than {self.save_timeout:.0f} s.",
+                f"The storage behind {shown(str(self.dirpath))!r} does not answer in time: a save is still under way"
+                f" after {time.monotonic() - begin:.0f} s.",
                 hint="Earlier checkpoints are untouched: start again with ckpt_path='last' once it does.",
             )
         if failed:
@@ -629,10 +683,9 @@ class ResilientCheckpoint(ModelCheckpoint):
         if self._session is not None:
             if self._replicator is not None:
                 self._replicator.offer(self._committed, self._session.engine.in_use)
-                self._replicator.close(self.save_timeout)
-                self._hear_of_copies(trainer, pl_module)
-            self._session.leave()
-            self._session = self._agreement = self._replicator = None
+            self._replicate_in_time()
+            session, self._session, self._agreement, self._replicator = self._session, None, None, None
+            session.leave()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -642,14 +695,16 @@ class ResilientCheckpoint(ModelCheckpoint):
         if session is None:
             return
         try:
-            if self.save_on_exception and session.ranks.world_size == 1 and self._agreement is not None:
+            is_alone = session.ranks.world_size == 1 and self._agreement is not None
+            if self.save_on_exception and is_alone and not isinstance(exception, Preempted):
                 session.engine.drain(DRAIN_AFTER_EXCEPTION)
                 reason = f"{type(exception).__name__}: {exception}"[:200]
                 self._save(trainer, reason, trainer.current_epoch, settled=False)
         except Exception as error:  # the exception that ends training is the one to be seen
             log.warning("event=save step=%d outcome=failed error=%r", trainer.global_step, error)
         finally:
-            session.abandon(DRAIN_AFTER_EXCEPTION)
+            left = session.preemption.deadline() - time.monotonic()
+            session.abandon(max(min(DRAIN_AFTER_EXCEPTION, left), 0.0), exception)
             if self._replicator is not None:
                 self._replicator.abandon()
             self._session = self._agreement = self._replicator = None

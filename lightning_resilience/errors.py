@@ -7,6 +7,7 @@
     ├── CheckpointUncommitted  (FileNotFoundError)  files are there, the manifest is not: the save never finished
     ├── CheckpointCorrupt      (OSError)            the manifest promises bytes that are not there
     ├── CheckpointIncompatible (ValueError)         whole, but for another model, format or purpose
+    ├── CrashLoop              (RuntimeError)       every start crashes before it has a newer checkpoint
     ├── SaveFailed             (RuntimeError)       a save was dropped; the earlier checkpoints are untouched
     ├── TierUnavailable        (OSError)            storage cannot be reached or written
     ├── TierDenied             (PermissionError)    storage refuses these credentials or this path
@@ -60,6 +61,10 @@ class CheckpointCorrupt(ResilienceError, OSError):
 
 class CheckpointIncompatible(ResilienceError, ValueError):
     """A whole checkpoint that does not fit: another model, an unknown format, weights only."""
+
+
+class CrashLoop(ResilienceError, RuntimeError):
+    """Starts from the newest checkpoint, and from the one before it, crash again and again: one more is of no use."""
 
 
 class SaveFailed(ResilienceError, RuntimeError):

@@ -25,7 +25,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -231,8 +231,13 @@ class Replicator:
             since = [self._known.since[name] for name in waiting if name in self._known.since]
         return time.monotonic() - min(since) if since else 0.0
 
-    def close(self, seconds: float) -> None:
-        """Let what is on its way arrive, for so long at most; not so long while the cold tier does not answer."""
+    def close(self, seconds: float, leave_by: Callable[[], float] = lambda: math.inf) -> None:
+        """Let what is on its way arrive, for so long at most; not so long while the cold tier does not answer.
+
+        Args:
+            seconds: at most.
+            leave_by: second of the monotonic clock at which to give up; asked again and again.
+        """
         self._closed_at = time.monotonic()
         self._wake.set()
         self._hurry.set()
@@ -241,9 +246,13 @@ class Replicator:
             with self._lock:
                 size = sum(manifest.size for name, manifest in self._known.hot.items() if name in waiting)
             log.info("event=drain tier=cold checkpoints=%d bytes=%d", len(waiting), size)
-        self._thread.join(seconds)
+        while self._thread.is_alive():
+            left_over = min(self._closed_at + seconds, leave_by()) - time.monotonic()
+            if left_over <= 0:
+                break
+            self._thread.join(min(left_over, TICK / 2))
         self.abandon()
-        self._thread.join(ABANDON)
+        self._thread.join(max(min(ABANDON, leave_by() - time.monotonic()), 0.0))
         left = self.pending()
         if left and self._ranks.rank == 0:
             log.warning(

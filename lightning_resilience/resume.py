@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -84,7 +84,12 @@ class Search:
         return "; ".join(f"{Path(path).name}: {why}" for path, why in self.skipped.items())
 
 
-def find_last(ranks: Ranks, places: Sequence[Place], needs: Needs | None = None) -> Search:
+def find_last(
+    ranks: Ranks,
+    places: Sequence[Place],
+    needs: Needs | None = None,
+    passed_over: Mapping[tuple[int, str], str] | None = None,
+) -> Search:
     """The newest healthy checkpoint in ``places``, or in the cold tiers behind them, that all ranks together can
     restore.  Collective.
 
@@ -92,6 +97,7 @@ def find_last(ranks: Ranks, places: Sequence[Place], needs: Needs | None = None)
         ranks: who resumes.
         places: where to look.
         needs: see ``verify_together``.
+        passed_over: why not, by number of the place and name of the checkpoint; the same on all ranks.
 
     Raises:
         TierUnavailable, TierDenied: a cold tier does not answer, and without it there is nothing to resume.
@@ -121,6 +127,9 @@ def find_last(ranks: Ranks, places: Sequence[Place], needs: Needs | None = None)
                 search.skip(place.tier.path(name), here, aloud=ranks.rank == 0)
     for _, index, name, there in sorted(candidates, key=lambda one: one[:3], reverse=True):
         place = places[index]
+        if passed_over and (index, name) in passed_over:
+            search.skip(place.tier.path(name), passed_over[index, name], aloud=False)
+            continue
         try:
             search.source = verify_together(ranks, place, name, there, needs)
             return search

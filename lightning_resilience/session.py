@@ -7,11 +7,13 @@ A session lives from a callback's ``setup`` to its ``teardown`` (or ``on_excepti
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ import torch
 from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_resilience import logged, run_state, store, trainer_state
+from lightning_resilience import logged, preemption, run_state, store, trainer_state
+from lightning_resilience.attempts import Attempts
 from lightning_resilience.data import DataPosition
 from lightning_resilience.engine import OVERDUE, Engine, Facts, Folder, Save, Snapshot
 from lightning_resilience.errors import (
@@ -27,12 +30,15 @@ from lightning_resilience.errors import (
     CheckpointIncompatible,
     CheckpointNotFound,
     CheckpointUncommitted,
+    CrashLoop,
+    ResilienceError,
     SaveFailed,
     SetupError,
 )
 from lightning_resilience.manifest import MANIFEST, META, PINNED, WEIGHTS_ONLY, Manifest, rank_file
 from lightning_resilience.objects import Stat, shown
-from lightning_resilience.ranks import Ranks, attempt, raise_first
+from lightning_resilience.preemption import Preempted, Preemption
+from lightning_resilience.ranks import Board, Ranks, attempt, raise_first
 from lightning_resilience.reader import CheckpointReader, canonical, load_trusted
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.resume import Place, Source, find_last, open_explicit, verify_together
@@ -74,12 +80,21 @@ class Session:
         self.between_batches: list[Callable[[int, bool, bool], None]] = []
         """Called after each batch with its epoch, whether that has ended, and whether no gradients of a half-done
         accumulation window would be lost now; see ``Doorway.between_batches``."""
+        self.preemption = Preemption()
+        self.before_leaving: list[Callable[[], None]] = []
+        """Called on all ranks, when training is about to stop for a signal and everything is saved."""
+        self.save_seconds = 0.0
+        """How long the slowest save so far took until it was committed."""
         self._boundary = (-1, False)
+        self._all_know = False
+        self._notices: Board | None = None
         self.places: dict[str, Place] = {}
         """The places that callbacks have, by their folder and by the URL behind it."""
         self.storage_options: list[dict[str, Any]] = []
         """What callbacks were given for their URLs."""
         self._on_unrestorable = "raise"
+        self.max_attempts = math.inf
+        self._attempts: Attempts | None = None
         self._restores_optimizers = True
         self._scratches: list[LocalTier] = []
         self._finished: list[Save] = []
@@ -103,7 +118,16 @@ class Session:
 
     @classmethod
     def join(
-        cls, trainer: Trainer, *, exact_data: bool, on_unrestorable: str, restore_optimizers: bool, **kwargs: Any
+        cls,
+        trainer: Trainer,
+        *,
+        exact_data: bool,
+        on_unrestorable: str,
+        restore_optimizers: bool,
+        signals: Collection[int] = (),
+        grace: float = math.inf,
+        max_attempts: float = math.inf,
+        **kwargs: Any,
     ) -> Session:
         """The Trainer's session, opened for its first user; see ``ResilientCheckpoint`` for the arguments."""
         session = _sessions.get(id(trainer))
@@ -113,21 +137,37 @@ class Session:
         session.exact_data &= exact_data
         session._restores_optimizers &= restore_optimizers
         session._on_unrestorable = on_unrestorable
+        session.max_attempts = min(session.max_attempts, max_attempts)
+        session.preemption.signals.update(signals)
+        session.preemption.grace = min(session.preemption.grace, grace)
         return session
 
     def leave(self) -> None:
-        """Close the session if this was its last user.  Collective: waits for the background work of all ranks."""
+        """Close the session if this was its last user.  Collective: waits for the background work of all ranks.
+
+        Raises:
+            Preempted: a signal came when training was over already; on all ranks.
+        """
         self._users -= 1
         if self._users == 0:
             try:
                 self.engine.close()
-                self.ranks.any_max(0)  # rank 0 takes the board down, so it goes last
+                # Rank 0 takes the board down, so it goes last.
+                self.preemption.agree(self.ranks.any_max(self.preemption.signum)[0])
             finally:
                 self._detach()
+            if self._attempts is not None:
+                self._attempts.clear()
+            if self.preempted:
+                self._requeue()
+                raise self._preempted() from self.preemption.held
 
-    def abandon(self, seconds: float) -> None:
-        """Close the session without the other ranks, after an exception: what is under way gets ``seconds`` to
-        finish."""
+    def abandon(self, seconds: float, cause: BaseException) -> None:
+        """Close the session without the other ranks, after the exception ``cause``: what is under way gets ``seconds``
+        to finish."""
+        is_exit = isinstance(cause, SystemExit) and (isinstance(cause, Preempted) or not cause.code)
+        if self._attempts is not None and (is_exit or isinstance(cause, (KeyboardInterrupt, ResilienceError))):
+            self._attempts.forgive()
         self._users -= 1
         if self._users == 0:
             try:
@@ -156,6 +196,7 @@ class Session:
             door.watch_set_up()
             door.before_first_batch(self._before_first_batch)
             door.between_batches(self._tell_between_batches)
+            door.after_registering_signals(self._take_signals)
 
     def _before_first_batch(self) -> None:
         self._doorway.resume_batches()
@@ -168,9 +209,84 @@ class Session:
             self._boundary = batches, self._doorway.at_step_boundary()
         for action in self.between_batches:
             action(epoch, epoch_ended, self._boundary[1])
+        if self.preempted and self._boundary[1]:
+            self._stop()
+
+    # -- preemption ---------------------------------------------------------------------------------------------------
+
+    def _take_signals(self) -> None:
+        told = self.preemption
+        told.requeue_signal = self._doorway.requeue_signal if told.signals else None
+        if told.requeue_signal is not None:
+            told.signals.add(told.requeue_signal)
+        told.install(self._doorway.take_signals(told.signals))
+        ends = preemption.slurm_end() if told.signals and self.ranks.rank == 0 else None
+        if ends is not None:
+            told.ends_at(ends)
+
+    @property
+    def preempted(self) -> bool:
+        """Whether all ranks have agreed to stop at the next step boundary."""
+        return self.preemption.agreed > 0
+
+    def signal_to_ask(self, action: Callable[[int, bool, bool], None]) -> int:
+        """What ``action``, one of ``between_batches``, has to ask the other ranks with: one of them asks for all."""
+        return self.preemption.wanted(self.save_seconds) if action == self.between_batches[0] else 0
+
+    def stop_before_training(self) -> None:
+        """Raise Preempted where any rank was signalled before there is anything to save.  Collective."""
+        self.preemption.agree(self.ranks.any_max(self.preemption.signum)[0])
+        if self.preempted:
+            self._stop()
+
+    def _stop(self) -> None:
+        """Everything that can be is saved: see to it that the run goes on elsewhere, and end this process."""
+        self._requeue()
+        for action in self.before_leaving:
+            action()
+        with suppress(RuntimeError):  # a rank that was killed meanwhile
+            self.ranks.any_max(0)  # rank 0 takes the board down, so it goes last
+        raise self._preempted() from self.preemption.held
+
+    def _requeue(self) -> None:
+        job = preemption.slurm_job() if self.preemption.wants_requeue else None
+        if job is not None and self.ranks.rank == 0:
+            preemption.requeue(job)
+
+    def _preempted(self) -> Preempted:
+        signum = self.preemption.agreed
+        stop = Preempted(signum, self.trainer.global_step, status=0 if self._doorway.is_watched else None)
+        if self.ranks.rank == 0:
+            name = preemption.name_of(signum)
+            log.warning("event=preempted step=%d reason=%r exit=%d", stop.step, name, stop.code)
+        return stop
+
+    def leave_by(self) -> float:
+        """Second of the monotonic clock by which this process should be leaving, as far as any rank has been told;
+        infinity where none was.  Asked again and again while there is something to wait for, by ranks that may be
+        anywhere."""
+        if self.preemption.grace < math.inf and not self._all_know and self.ranks.world_size > 1:
+            try:
+                self._all_know = self._tell_or_hear()
+            except RuntimeError:  # rank 0 is gone
+                self.preemption.hurry()
+                self._all_know = True
+        return self.preemption.deadline()
+
+    def _tell_or_hear(self) -> bool:
+        """Through the board, because others wait elsewhere: whether all ranks know now that one was signalled."""
+        key = f"{self.ranks.session}/leaving"
+        if self._notices is None:
+            self._notices = self.ranks.board()
+        if self.preemption.deadline() < math.inf:
+            self._notices.put_once(key, True)
+        elif self._notices.has(key):
+            self.preemption.hurry()
+        return self.preemption.deadline() < math.inf
 
     def _detach(self, abandoned: bool = False) -> None:
         self._remove_scratches()
+        self.preemption.close()
         self._doorway.close()
         self.data.close()
         self.ranks.close(abandoned)
@@ -217,7 +333,11 @@ class Session:
 
     def finished(self, folder: Folder | None) -> list[Save]:
         """The saves to a folder that ended since the last call."""
-        self._finished += self.engine.poll()
+        for save in self.engine.poll():
+            self._finished.append(save)
+            if self._attempts is not None and save.committed.exception() is None and PINNED not in save.facts.labels:
+                self._attempts.clear()
+            self.save_seconds = max(self.save_seconds, save.stall + save.persist)
         mine = [save for save in self._finished if save.folder is folder]
         self._finished = [save for save in self._finished if save.folder is not folder]
         return mine
@@ -465,10 +585,14 @@ class Session:
         return places + [self.place(LocalTier(path)) for path in others if Path(path) not in known]
 
     def _newest(self, places: list[Place]) -> Source | str | None:
-        search = find_last(self.ranks, places, self._needs)
+        tried = self._tried_in_vain(places)
+        search = find_last(self.ranks, places, self._needs, tried)
         if search.source is not None:
+            self._begin_attempt(search.source, [name for _, name in tried])
             self._say(search.source, search.explain())
             return search.source
+        if tried:
+            raise self._crash_loop(places, tried)
         if not search.skipped:
             if (stock := self.ranks.broadcast(store.newest_stock(places[0].tier) if places else None)) is not None:
                 rank_zero_warn(
@@ -498,6 +622,45 @@ class Session:
         if not self.family.loads_late:
             return mine | (manifest.paths - set(of_ranks))
         return mine | self.family.files_to_read(CheckpointReader(source.locate, plain=True))
+
+    def _tried_in_vain(self, places: list[Place]) -> dict[tuple[int, str], str]:
+        """The checkpoint that a run is not to be started from once more, and why, by number of the place and name.
+
+        Raises:
+            CrashLoop: there are two already.
+        """
+
+        def look() -> dict[tuple[int, str], str]:
+            return {
+                (index, name): f"{count} starts from it crashed before there was a newer one"
+                for index, place in enumerate(places)
+                for name, count in Attempts(place.tier.root).read().items()
+                if count >= self.max_attempts and place.tier.exists(name)
+            }
+
+        tried = self.ranks.broadcast(look() if self.ranks.rank == 0 and self._doorway.fitting else {})
+        if len(tried) > 1:
+            raise self._crash_loop(places, tried)
+        for (_, name), why in tried.items() if self.ranks.rank == 0 else ():
+            log.warning("event=resume skipped=%s reason=%r note='the one before it is tried'", name, why)
+        return tried
+
+    @staticmethod
+    def _crash_loop(places: list[Place], tried: Mapping[tuple[int, str], str]) -> CrashLoop:
+        index = min(index for index, _ in tried)
+        return CrashLoop(
+            f"The run crashes again and again: {'; '.join(f'{name}: {why}' for (_, name), why in tried.items())}.",
+            hint="Mend what the log of the last start shows, then remove"
+            f" {str(Attempts(places[index].tier.root).path)!r} to have them tried again, or give ckpt_path= the"
+            f" checkpoint to go on from. {store.available(places[index].tier)}",
+        )
+
+    def _begin_attempt(self, source: Source, passed_over: list[str]) -> None:
+        """Count this start, until something shows that it was no crash."""
+        is_lasting = source.tier not in self._scratches
+        if self.ranks.rank == 0 and self._doorway.fitting and self.max_attempts < math.inf and is_lasting:
+            self._attempts = Attempts(source.tier.root)
+            self._attempts.begin(source.name, passed_over)
 
     def _say(self, source: Source, skipped: str) -> None:
         """One line that says what is resumed."""

@@ -19,12 +19,15 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import signal
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
@@ -37,6 +40,7 @@ from lightning.pytorch.strategies import (
     SingleDeviceStrategy,
     Strategy,
 )
+from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -111,6 +115,12 @@ PRIVATE_NAMES = (
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._reset._task_info",
     "torch.utils.data.dataloader:DataLoader.__init__._iterator",
     "torch.utils.data._utils.pin_memory:pin_memory",
+    "lightning.pytorch.trainer.trainer:Trainer.__init__._signal_connector",
+    "lightning.pytorch.trainer.trainer:Trainer.__init__._accelerator_connector",
+    "lightning.pytorch.trainer.connectors.accelerator_connector:_AcceleratorConnector.__init__.cluster_environment",
+    "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector.register_signal_handlers",
+    "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector.__init__._original_handlers",
+    "lightning.pytorch.trainer.connectors.signal_connector:_HandlersCompose",
     "lightning.fabric.utilities.distributed:DistributedSamplerWrapper",
     "lightning.fabric.utilities.distributed:_DatasetSamplerWrapper.__init__._sampler",
 )
@@ -675,6 +685,42 @@ class Doorway:
             for path in callback._find_last_checkpoints(self.trainer)
         }
         return max(found, key=os.path.getmtime, default=None)
+
+    def after_registering_signals(self, action: Callable[[], None]) -> None:
+        """Run ``action`` once Lightning has registered its handlers of signals, just before the sanity check."""
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def register_signal_handlers() -> None:
+                original()
+                action()
+
+            return register_signal_handlers
+
+        self.replace(self.trainer._signal_connector, "register_signal_handlers", make)
+
+    def take_signals(self, signals: Collection[int]) -> dict[int, Any]:
+        """The user's handlers of signals, which Lightning will not put back from now on."""
+        originals: dict[Any, Any] = self.trainer._signal_connector._original_handlers
+        users = {}
+        for signum in signals:
+            now, before = signal.getsignal(signum), originals.pop(signum, signal.SIG_DFL)
+            users[signum] = before if isinstance(now, _HandlersCompose) else now
+        return users
+
+    @property
+    def requeue_signal(self) -> int | None:
+        """The signal after which SLURM is to start this job again; None where it is not to."""
+        environment = self.trainer._accelerator_connector.cluster_environment
+        if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
+            return None
+        return environment.requeue_signal
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether Lightning started this process beside another one, which it kills when this one's status is not
+        0."""
+        environment = self.trainer._accelerator_connector.cluster_environment
+        return isinstance(environment, LightningEnvironment) and self.trainer.local_rank > 0
 
     def before_training(self, action: Callable[[], None]) -> None:
         """Run ``action`` once, after everything at start-up and before the first hook of the first epoch."""

@@ -80,7 +80,7 @@ def whole_steps(root: Path) -> list[int]:
     for name, manifest in listing.committed.items():
         assert store.verify(tier, name, manifest) == [], name
     links = {entry.name for entry in os.scandir(tier.root) if entry.is_symlink()}
-    assert {*os.listdir(tier.root)} - links == {*listing.committed}
+    assert {name for name in os.listdir(tier.root) if not name.startswith(".")} - links == {*listing.committed}
     return [listing.committed[name].step for name in reversed(listing.newest_first())]
 
 

@@ -61,7 +61,8 @@ class Ranks:
             "MASTER_PORT": self._port,
             "TORCHELASTIC_RUN_ID": "test",
         }
-        settings = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(TESTS)}
+        paths = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+        settings = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths}
         if world_size > 1:
             settings |= {name: str(value) for name, value in distributed.items()}
         with open(self.folder / f"log-{rank}", "wb") as log:
