@@ -96,6 +96,7 @@ class Session:
         self.max_attempts = math.inf
         self._attempts: Attempts | None = None
         self._restores_optimizers = True
+        self._rolls_back = False
         self._scratches: list[LocalTier] = []
         self._finished: list[Save] = []
         self._users = 0
@@ -706,7 +707,7 @@ class Session:
         strict = self.trainer.lightning_module.strict_loading
         if self.family.loads_late:
             self.family.load_model(reader, strict)
-            if self._doorway.fitting and self._restores_optimizers:
+            if self._doorway.fitting and (self._restores_optimizers or self._rolls_back):
                 self._load_optimizers()
         elif edits_loaded_state(self.trainer):
             names = {canonical(name): name for name in self.trainer.lightning_module.state_dict()}
@@ -718,15 +719,37 @@ class Session:
             self._model_is_loaded = True
             checkpoint["state_dict"] = {}
             checkpoint.setdefault("optimizer_states", [])
-        if not self._restores_optimizers:
+        if not self._restores_optimizers and not self._rolls_back:
             checkpoint |= {"optimizer_states": [], "lr_schedulers": []}
-        if self._doorway.fitting:
+        if self._rolls_back:
+            self._read_buffers(source)
+        elif self._doorway.fitting:
             self.resumed = source
             if source.manifest is not None:
                 self.engine.run = source.manifest.run
                 self.engine.in_use.add(source.name)
             self._doorway.before_training(self._restore_the_rest)
             self._read_rank_state(source)
+
+    def roll_back(self, folder: Folder, name: str) -> None:
+        """Take parameters, optimizers, schedulers and callbacks back to a checkpoint in the middle of training; the
+        data, the generators and the epoch stay where they are.  Collective, between two batches.
+
+        Raises:
+            CheckpointCorrupt: it is damaged.
+        """
+        tier = folder.tier
+        place = self.places[tier.where()]
+        listed = store.read_manifest(tier, name) if isinstance(tier, RemoteTier) else None
+        source = verify_together(self.ranks, place, name, listed, self._needs)
+        self._source, self._reader, self._model_is_loaded, self._optimizers_are_in_it = source, None, False, False
+        self._rolls_back = True
+        try:
+            self._doorway.load_again(source.path)
+            run_state.restore_buffers(self.trainer.lightning_module, self._buffers)
+        finally:
+            self._rolls_back = False
+            self._source, self._reader, self._loaded, self._buffers = None, None, {}, {}
 
     def _make_load_model_state_dict(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def load_model_state_dict(checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -739,7 +762,7 @@ class Session:
         def load_optimizer_state_dict(checkpoint: Mapping[str, Any]) -> None:
             if self._source is None or self._optimizers_are_in_it:
                 original(checkpoint)
-            elif self._restores_optimizers:
+            elif self._restores_optimizers or self._rolls_back:
                 self._load_optimizers()
 
         return load_optimizer_state_dict
@@ -800,6 +823,12 @@ class Session:
             self.data.go_to_part(
                 first["data"], mine[0]["data"] if mine else None, f"{manifest.run}/{manifest.sequence}".encode()
             )
+
+    def _read_buffers(self, source: Source) -> None:
+        """What is this rank's own in the model, where the number of ranks is the same."""
+        manifest = source.manifest
+        if manifest is not None and manifest.world_size == self.ranks.world_size:
+            self._buffers = self._state_of(source, self.ranks.rank).get("buffers", {})
 
     @staticmethod
     def _state_of(source: Source, rank: int) -> dict[str, Any]:

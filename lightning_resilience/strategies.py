@@ -61,6 +61,7 @@ PRIVATE_NAMES = (
     "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.resume_start",
     "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.resume_end",
     "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.dump_checkpoint",
+    "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.__init__._loaded_checkpoint",
     "lightning.pytorch.trainer.trainer:Trainer.__init__._checkpoint_connector",
     "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint._find_last_checkpoints",
     "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint._ModelCheckpoint__resolve_ckpt_dir",
@@ -721,6 +722,40 @@ class Doorway:
         0."""
         environment = self.trainer._accelerator_connector.cluster_environment
         return isinstance(environment, LightningEnvironment) and self.trainer.local_rank > 0
+
+    def load_again(self, path: str | os.PathLike[str]) -> None:
+        """Load a checkpoint in the middle of training, as at its start, but for the loops; of those only the counters
+        of optimizer and scheduler steps go back."""
+        connector, epoch_loop = self.connector, self.trainer.fit_loop.epoch_loop
+        type(connector).resume_start(connector, os.fspath(path))  # past the search for a checkpoint
+        loops = connector._loaded_checkpoint["loops"]["fit_loop"]
+        connector.restore_model()
+        connector.restore_callbacks()
+        connector.restore_precision_plugin_state()
+        connector.restore_optimizers_and_schedulers()
+        epoch_loop.automatic_optimization.optim_progress.load_state_dict(
+            loops["epoch_loop.automatic_optimization.optim_progress"]
+        )
+        epoch_loop.manual_optimization.optim_step_progress.load_state_dict(
+            loops["epoch_loop.manual_optimization.optim_step_progress"]
+        )
+        epoch_loop.scheduler_progress.load_state_dict(loops["epoch_loop.scheduler_progress"])
+        epoch_loop._batches_that_stepped = loops["epoch_loop.state_dict"]["_batches_that_stepped"]
+        connector._loaded_checkpoint = {}
+        for optimizer in self.trainer.optimizers:
+            optimizer.zero_grad()
+
+    def skip_batches(self, count: int) -> int:
+        """Read training batches and leave them out, the last of an epoch excepted; how many of ``count`` are left."""
+        epoch_loop, fetcher = self.trainer.fit_loop.epoch_loop, self.trainer.fit_loop._data_fetcher
+        progress, last = epoch_loop.batch_progress, self.trainer.num_training_batches
+        while count and fetcher is not None and not fetcher.done and progress.current.ready + 1 < last:
+            next(fetcher)
+            for increment in ("ready", "started", "processed", "completed"):
+                getattr(progress, f"increment_{increment}")()
+            progress.is_last_batch = fetcher.done
+            count -= 1
+        return count
 
     def before_training(self, action: Callable[[], None]) -> None:
         """Run ``action`` once, after everything at start-up and before the first hook of the first epoch."""
