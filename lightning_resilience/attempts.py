@@ -10,8 +10,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+
+from lightning_resilience import store
+from lightning_resilience.errors import CrashLoop
+from lightning_resilience.tiers import LocalTier
 
 log = logging.getLogger("lightning_resilience")
 
@@ -75,3 +79,31 @@ class Attempts:
             os.replace(fresh, self.path)
         except OSError as error:
             log.warning("event=attempts path=%s error=%r", self.path, error)
+
+
+Tried = Mapping[tuple[int, str], str]
+"""Why a run is not to be started from a checkpoint once more, by number of the folder and name."""
+
+
+def tried_in_vain(folders: Sequence[LocalTier], most: float) -> dict[tuple[int, str], str]:
+    """The checkpoints that at least ``most`` starts have crashed from; see ``Tried``."""
+    tried = {
+        (index, name): f"{count} starts from it crashed before there was a newer one"
+        for index, tier in enumerate(folders)
+        for name, count in Attempts(tier.root).read().items()
+        if count >= most and tier.exists(name)
+    }
+    for (_, name), why in tried.items():
+        log.warning("event=resume skipped=%s reason=%r", name, why)
+    return tried
+
+
+def crash_loop(folders: Sequence[LocalTier], tried: Tried) -> CrashLoop:
+    """What to tell people where there is nothing left to try."""
+    tier = folders[min(index for index, _ in tried)]
+    return CrashLoop(
+        f"The run crashes again and again: {'; '.join(f'{name}: {why}' for (_, name), why in tried.items())}.",
+        hint="Mend what the log of the last start shows, then remove"
+        f" {str(Attempts(tier.root).path)!r} to have them tried again, or give ckpt_path= the checkpoint to go on from."
+        f" {store.available(tier)}",
+    )

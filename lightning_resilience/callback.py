@@ -658,7 +658,7 @@ class ResilientCheckpoint(ModelCheckpoint):
     def _replicate_in_time(self) -> None:
         """Let the cold tier have what is on its way, as long as there is time."""
         if self._replicator is not None and self._session is not None:
-            self._replicator.close(self.save_timeout, self._session.leave_by)
+            self._replicator.close(self.save_timeout, self._session.preemption.leave_by)
             self._hear_of_copies(self._session.trainer, self._session.trainer.lightning_module)
 
     def _wait(self, trainer: Trainer, pl_module: LightningModule, deadline: float = math.inf) -> None:

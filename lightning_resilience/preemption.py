@@ -30,6 +30,7 @@ from typing import Any
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_resilience.errors import SetupError
+from lightning_resilience.ranks import Board, Ranks
 
 log = logging.getLogger("lightning_resilience")
 
@@ -68,6 +69,9 @@ class Preempted(SIGTERMException):
         super().__init__(status_of(signum) if status is None else status)
         self.signum = signum
         self.step = step
+
+    def __reduce__(self) -> tuple[type[Preempted], tuple[Any, ...]]:
+        return Preempted, (self.signum, self.step, self.code)
 
     def __str__(self) -> str:
         return f"preempted at step {self.step}: {name_of(self.signum)}"
@@ -128,9 +132,13 @@ class Preemption:
 
     Handlers are installed by ``install`` and taken out by ``close``; in between, ``signum`` is the first signal that
     came, and 0 before.
+
+    Args:
+        ranks: who stops together.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
         self.signals: set[int] = set()
         self.grace = math.inf
         """Seconds from the signal to the kill."""
@@ -139,8 +147,9 @@ class Preemption:
         self.signum = 0
         self.agreed = 0
         """What all ranks have agreed to stop for; 0 before."""
-        self.held: BaseException | None = None
-        """What a user's handler raised."""
+        self._held: BaseException | None = None
+        self._all_know = False
+        self._notices: Board | None = None
         self._since = math.inf
         self._ends = math.inf
         self._share = math.inf
@@ -189,7 +198,7 @@ class Preemption:
             except BaseException as error:
                 if earlier is signal.default_int_handler:
                     raise  # the second Ctrl-C means it
-                self.held = error
+                self._held = error
 
     @staticmethod
     def _in_a_child(signum: int, frame: FrameType | None, earlier: Handler) -> None:
@@ -207,13 +216,13 @@ class Preemption:
     # -- wall time ----------------------------------------------------------------------------------------------------
 
     def ends_at(self, when: float) -> None:
-        """Stop in time for the wall time's end.
+        """Stop in time for the wall time's end, which rank 0 watches.
 
         Args:
             when: seconds of the UNIX clock.  What is over already is another job's, whose environment this one has.
         """
         left = when - time.time()
-        if left > 0:
+        if left > 0 and self._ranks.rank == 0:
             self._ends, self._share = when, WALL_TIME_SHARE * left
 
     def wanted(self, save_seconds: float = 0.0) -> int:
@@ -248,6 +257,28 @@ class Preemption:
         """Second of the monotonic clock at which this process should be leaving; infinity where nothing says so."""
         return self._since + self.grace - min(LEAVE, self.grace / 4) if self.grace < math.inf else math.inf
 
+    def leave_by(self) -> float:
+        """``deadline`` where any rank was told.  Asked again and again while there is something to wait for, by ranks
+        that may be anywhere."""
+        if self.grace < math.inf and not self._all_know and self._ranks.world_size > 1:
+            try:
+                self._all_know = self._tell_or_hear()
+            except RuntimeError:  # rank 0 is gone
+                self.hurry()
+                self._all_know = True
+        return self.deadline()
+
+    def _tell_or_hear(self) -> bool:
+        """Through the board, because others wait elsewhere: whether all ranks know now that one was signalled."""
+        key = f"{self._ranks.session}/leaving"
+        if self._notices is None:
+            self._notices = self._ranks.board()
+        if self.deadline() < math.inf:
+            self._notices.put_once(key, True)
+        elif self._notices.has(key):
+            self.hurry()
+        return self.deadline() < math.inf
+
     @property
     def period(self) -> float:
         """Seconds between two questions to all ranks, so that asking takes no more than a fifth of the grace."""
@@ -257,6 +288,25 @@ class Preemption:
     def wants_requeue(self) -> bool:
         """Whether the scheduler is to start this job again."""
         return self.requeue_signal is not None and self.agreed in (self.requeue_signal, WALL_TIME)
+
+    def requeue(self) -> None:
+        """Have rank 0 see to it that the scheduler starts this job again, where it is to."""
+        job = slurm_job() if self.wants_requeue and self._ranks.rank == 0 else None
+        if job is not None:
+            requeue(job)
+
+    def stop(self, step: int, quietly: bool = False) -> Preempted:
+        """What ends training.
+
+        Args:
+            step: that it ends at.
+            quietly: with status 0.
+        """
+        stop = Preempted(self.agreed, step, status=0 if quietly else None)
+        stop.__cause__ = self._held
+        if self._ranks.rank == 0:
+            log.warning("event=preempted step=%d reason=%r exit=%d", step, name_of(self.agreed), stop.code)
+        return stop
 
 
 # -- SLURM ------------------------------------------------------------------------------------------------------------

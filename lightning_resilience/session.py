@@ -15,14 +15,14 @@ import uuid
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_resilience import logged, preemption, run_state, store, trainer_state
-from lightning_resilience.attempts import Attempts
+from lightning_resilience import logged, run_state, store, trainer_state
+from lightning_resilience.attempts import Attempts, crash_loop, tried_in_vain
 from lightning_resilience.data import DataPosition
 from lightning_resilience.engine import OVERDUE, Engine, Facts, Folder, Save, Snapshot
 from lightning_resilience.errors import (
@@ -30,15 +30,14 @@ from lightning_resilience.errors import (
     CheckpointIncompatible,
     CheckpointNotFound,
     CheckpointUncommitted,
-    CrashLoop,
     ResilienceError,
     SaveFailed,
     SetupError,
 )
 from lightning_resilience.manifest import MANIFEST, META, PINNED, WEIGHTS_ONLY, Manifest, rank_file
 from lightning_resilience.objects import Stat, shown
-from lightning_resilience.preemption import Preempted, Preemption
-from lightning_resilience.ranks import Board, Ranks, attempt, raise_first
+from lightning_resilience.preemption import Preempted, Preemption, slurm_end
+from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.reader import CheckpointReader, canonical, load_trusted
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.resume import Place, Source, find_last, open_explicit, verify_together
@@ -80,14 +79,12 @@ class Session:
         self.between_batches: list[Callable[[int, bool, bool], None]] = []
         """Called after each batch with its epoch, whether that has ended, and whether no gradients of a half-done
         accumulation window would be lost now; see ``Doorway.between_batches``."""
-        self.preemption = Preemption()
+        self.preemption = Preemption(self.ranks)
         self.before_leaving: list[Callable[[], None]] = []
         """Called on all ranks, when training is about to stop for a signal and everything is saved."""
         self.save_seconds = 0.0
         """How long the slowest save so far took until it was committed."""
         self._boundary = (-1, False)
-        self._all_know = False
-        self._notices: Board | None = None
         self.places: dict[str, Place] = {}
         """The places that callbacks have, by their folder and by the URL behind it."""
         self.storage_options: list[dict[str, Any]] = []
@@ -160,8 +157,8 @@ class Session:
             if self._attempts is not None:
                 self._attempts.clear()
             if self.preempted:
-                self._requeue()
-                raise self._preempted() from self.preemption.held
+                self.preemption.requeue()
+                self._raise_preempted()
 
     def abandon(self, seconds: float, cause: BaseException) -> None:
         """Close the session without the other ranks, after the exception ``cause``: what is under way gets ``seconds``
@@ -221,8 +218,7 @@ class Session:
         if told.requeue_signal is not None:
             told.signals.add(told.requeue_signal)
         told.install(self._doorway.take_signals(told.signals))
-        ends = preemption.slurm_end() if told.signals and self.ranks.rank == 0 else None
-        if ends is not None:
+        if told.signals and (ends := slurm_end()) is not None:
             told.ends_at(ends)
 
     @property
@@ -242,48 +238,15 @@ class Session:
 
     def _stop(self) -> None:
         """Everything that can be is saved: see to it that the run goes on elsewhere, and end this process."""
-        self._requeue()
+        self.preemption.requeue()
         for action in self.before_leaving:
             action()
         with suppress(RuntimeError):  # a rank that was killed meanwhile
             self.ranks.any_max(0)  # rank 0 takes the board down, so it goes last
-        raise self._preempted() from self.preemption.held
+        self._raise_preempted()
 
-    def _requeue(self) -> None:
-        job = preemption.slurm_job() if self.preemption.wants_requeue else None
-        if job is not None and self.ranks.rank == 0:
-            preemption.requeue(job)
-
-    def _preempted(self) -> Preempted:
-        signum = self.preemption.agreed
-        stop = Preempted(signum, self.trainer.global_step, status=0 if self._doorway.is_watched else None)
-        if self.ranks.rank == 0:
-            name = preemption.name_of(signum)
-            log.warning("event=preempted step=%d reason=%r exit=%d", stop.step, name, stop.code)
-        return stop
-
-    def leave_by(self) -> float:
-        """Second of the monotonic clock by which this process should be leaving, as far as any rank has been told;
-        infinity where none was.  Asked again and again while there is something to wait for, by ranks that may be
-        anywhere."""
-        if self.preemption.grace < math.inf and not self._all_know and self.ranks.world_size > 1:
-            try:
-                self._all_know = self._tell_or_hear()
-            except RuntimeError:  # rank 0 is gone
-                self.preemption.hurry()
-                self._all_know = True
-        return self.preemption.deadline()
-
-    def _tell_or_hear(self) -> bool:
-        """Through the board, because others wait elsewhere: whether all ranks know now that one was signalled."""
-        key = f"{self.ranks.session}/leaving"
-        if self._notices is None:
-            self._notices = self.ranks.board()
-        if self.preemption.deadline() < math.inf:
-            self._notices.put_once(key, True)
-        elif self._notices.has(key):
-            self.preemption.hurry()
-        return self.preemption.deadline() < math.inf
+    def _raise_preempted(self) -> NoReturn:
+        raise self.preemption.stop(self.trainer.global_step, quietly=self._doorway.is_watched)
 
     def _detach(self, abandoned: bool = False) -> None:
         self._remove_scratches()
@@ -593,7 +556,7 @@ class Session:
             self._say(search.source, search.explain())
             return search.source
         if tried:
-            raise self._crash_loop(places, tried)
+            raise crash_loop([place.tier for place in places], tried)
         if not search.skipped:
             if (stock := self.ranks.broadcast(store.newest_stock(places[0].tier) if places else None)) is not None:
                 rank_zero_warn(
@@ -630,31 +593,12 @@ class Session:
         Raises:
             CrashLoop: there are two already.
         """
-
-        def look() -> dict[tuple[int, str], str]:
-            return {
-                (index, name): f"{count} starts from it crashed before there was a newer one"
-                for index, place in enumerate(places)
-                for name, count in Attempts(place.tier.root).read().items()
-                if count >= self.max_attempts and place.tier.exists(name)
-            }
-
-        tried = self.ranks.broadcast(look() if self.ranks.rank == 0 and self._doorway.fitting else {})
+        asks = self.ranks.rank == 0 and self._doorway.fitting
+        tiers = [place.tier for place in places]
+        tried = self.ranks.broadcast(tried_in_vain(tiers, self.max_attempts) if asks else {})
         if len(tried) > 1:
-            raise self._crash_loop(places, tried)
-        for (_, name), why in tried.items() if self.ranks.rank == 0 else ():
-            log.warning("event=resume skipped=%s reason=%r note='the one before it is tried'", name, why)
+            raise crash_loop(tiers, tried)
         return tried
-
-    @staticmethod
-    def _crash_loop(places: list[Place], tried: Mapping[tuple[int, str], str]) -> CrashLoop:
-        index = min(index for index, _ in tried)
-        return CrashLoop(
-            f"The run crashes again and again: {'; '.join(f'{name}: {why}' for (_, name), why in tried.items())}.",
-            hint="Mend what the log of the last start shows, then remove"
-            f" {str(Attempts(places[index].tier.root).path)!r} to have them tried again, or give ckpt_path= the"
-            f" checkpoint to go on from. {store.available(places[index].tier)}",
-        )
 
     def _begin_attempt(self, source: Source, passed_over: list[str]) -> None:
         """Count this start, until something shows that it was no crash."""

@@ -18,6 +18,7 @@ BUILTINS = {
     "CheckpointUncommitted": FileNotFoundError,
     "CheckpointCorrupt": OSError,
     "CheckpointIncompatible": ValueError,
+    "CrashLoop": RuntimeError,
     "SaveFailed": RuntimeError,
     "TierUnavailable": OSError,
     "TierDenied": PermissionError,

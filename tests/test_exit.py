@@ -6,6 +6,7 @@ A real launch, because it is the interpreter's own shutdown that is tried here.
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import signal
 import sys
@@ -20,7 +21,7 @@ from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor
 
 from forks import run_fork, run_forks
-from lightning_resilience import Keep, callback, store
+from lightning_resilience import Keep, callback, replication, store
 from lightning_resilience.tiers import LocalTier
 from probes import Witness, fit, slow, whole_steps
 from processes import run_alone
@@ -115,6 +116,27 @@ def test_a_writer_that_is_stuck_holds_up_an_exception_for_a_bounded_time(tmp_pat
     run_fork(hang_and_raise, tmp_path)
     assert time.monotonic() - began < 20
     assert LocalTier(tmp_path / "run").names() == []
+
+
+def end_with_a_slow_upload(root: Path) -> tuple[float, list[str]]:
+    """How long the end takes while an upload is stuck, and what the log says of it."""
+    slow(60.0, "replicate.file")
+    replication.ABANDON = 0.5
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lightning_resilience").addHandler(handler)
+    began = time.monotonic()
+    fit(root, Witness(root, 100, remote=(root / "cold").as_uri(), save_timeout=1.5), steps=3)
+    return time.monotonic() - began, [line for line in said if "drain" in line]
+
+
+def test_an_upload_that_is_stuck_holds_the_end_up_for_a_bounded_time_and_is_told_of(tmp_path: Path) -> None:
+    seconds, said = run_fork(end_with_a_slow_upload, tmp_path)
+    assert seconds < 20
+    assert "left=1" in said[-1]
+    assert "the next start goes on with them" in said[-1]
+    assert whole_steps(tmp_path) == [3]
 
 
 # -- what users are told of exists ------------------------------------------------------------------------------------

