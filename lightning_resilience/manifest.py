@@ -31,7 +31,7 @@ change labels, each by one rename.  Behind a URL the files have their names from
 ``created``    UTC time of the commit, ``YYYY-MM-DDTHH:MM:SSZ``.  For people; nothing is decided by it.
 ``reason``     why it was saved, in words.
 ``health``     ``healthy`` or ``suspect``.
-``labels``     list of words, e.g. ``weights-only``, ``pinned``.
+``labels``     list of words, e.g. ``weights-only``, ``pinned``, ``milestone``.
 ``world_size`` number of ranks that wrote it.
 ``strategy``   class name of the Lightning strategy.
 ``metrics``    numbers logged at that step; a number that is not finite is written as ``"nan"``, ``"inf"``, ``"-inf"``.
@@ -75,6 +75,7 @@ HEALTHY = "healthy"
 SUSPECT = "suspect"
 WEIGHTS_ONLY = "weights-only"
 PINNED = "pinned"
+MILESTONE = "milestone"
 
 
 def rank_file(rank: int) -> str:
