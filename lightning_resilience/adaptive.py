@@ -40,6 +40,8 @@ EARLIEST, LATEST = 0.7, 1.4
 USUAL = 0.9
 """Share of the interval from which on the usual scatter of the loss is calm enough, so that saves come at the interval
 on average."""
+PATIENCE = 0.25
+"""Seconds between two looks at the clock where no loss has come."""
 RECENT = 8
 """Saves whose cost counts."""
 FIRST_STALL = 1.0
@@ -121,17 +123,19 @@ class AdaptiveDecider(Decider):
         self._failures, self._trained = 0, 0.0
         self._begun: float | None = None
         self._asked = 0.0
+        self._asked_since, self._asked_times = 0.0, 0  # since steps were measured
         self._step_seconds = self._longest_step = 0.0
-        self._not_before = 0.0  # seconds since the last save before which none is due, whatever the loss does
+        self._deaf_until = self._wait_until = -math.inf  # nothing is due until then: whatever comes; without a new loss
 
     # -- what it is told ----------------------------------------------------------------------------------------------
 
     def see_loss(self, loss: float) -> None:
         self.trend.see(loss)
+        self._wait_until = -math.inf
 
     def see_start(self) -> None:
         self.trend.take()
-        self._not_before = 0.0
+        self._deaf_until = -math.inf
 
     def see_save(self, stall: float, seconds: float) -> None:
         self._saves += 1
@@ -142,7 +146,7 @@ class AdaptiveDecider(Decider):
             self._costs.clear()  # the only one there was is this process's first
         self._costs.append((stall, seconds))
         self._average()
-        self._not_before = 0.0
+        self._deaf_until = -math.inf
 
     def _average(self) -> None:
         self._stall = sum(stall for stall, _ in self._costs) / len(self._costs)
@@ -151,8 +155,9 @@ class AdaptiveDecider(Decider):
     def see_failures(self, failures: int, seconds: float) -> None:
         self._failures, self._trained, self._begun = failures, seconds, None
 
-    def labels(self) -> tuple[str, ...]:
-        return (MILESTONE,) if self.trend.milestone() is not None else ()
+    def marks(self) -> Mapping[str, str]:
+        why = self.trend.milestone()
+        return {MILESTONE: why} if why is not None else {}
 
     # -- what it decides ----------------------------------------------------------------------------------------------
 
@@ -167,7 +172,7 @@ class AdaptiveDecider(Decider):
         interval = math.sqrt(2 * self._stall * self.mtbf(now) / self.trend.volatility)
         least = max(self._stall / rule.max_overhead, self._seconds)
         # Half the RPO is left to a save that takes, or has to wait, longer than the promise allows for.
-        lead = self._seconds + ahead * self._step_seconds + self._longest_step
+        lead = self._seconds + ahead * self._step_seconds + self._longest_step + PATIENCE
         most = max(rpo - lead, rpo / 2)
         interval = min(max(interval, least), most)
         return Plan(
@@ -178,13 +183,22 @@ class AdaptiveDecider(Decider):
         )
 
     def decide(self, now: Progress, last: Progress, ahead: int = 0) -> Decision | None:
-        self._see_step(now.seconds)
-        passed = now.seconds - last.seconds
-        if passed < self._not_before or now.step <= last.step:
+        seconds = now.seconds
+        if seconds - self._asked > self._longest_step and self._begun is not None:
+            self._longest_step = seconds - self._asked
+        self._asked = seconds
+        self._asked_times += 1
+        if seconds < self._deaf_until or seconds < self._wait_until or now.step <= last.step:
             return None
-        plan = self.plan(now.seconds, ahead)
+        self._measure_steps(seconds)
+        decision = self._decide(seconds, seconds - last.seconds, ahead)
+        if decision is None:  # what was decided stays so until the save is made
+            self._deaf_until, self._wait_until = last.seconds + self.quiet(seconds), seconds + PATIENCE
+        return decision
+
+    def _decide(self, seconds: float, passed: float, ahead: int) -> Decision | None:
+        plan = self.plan(seconds, ahead)
         if passed < plan.earliest:
-            self._not_before = self.quiet(now.seconds)
             return None
         trend = self.trend
         if passed >= plan.latest:
@@ -195,28 +209,23 @@ class AdaptiveDecider(Decider):
             why = ""
         else:
             return None
-        return self._decision(f"{passed:.1f} s since the last save" + (f", {why}" if why else ""))
+        return Decision(f"{passed:.1f} s since the last save" + (f", {why}" if why else ""), tuple(self.marks()))
 
     def quiet(self, now: float) -> float:
         """Seconds since the last save before which none is due, whatever loss and step times become from ``now`` on."""
         least = EARLIEST * math.sqrt(2 * self._stall * self.mtbf(now) / MOST)
         return min(least, self._rule.rpo_seconds / 2 * EARLIEST)
 
-    def _decision(self, reason: str) -> Decision:
-        milestone = self.trend.milestone()
-        if milestone is None:
-            return Decision(reason)
-        return Decision(f"{reason}; milestone: {milestone}", (MILESTONE,))
-
-    def _see_step(self, now: float) -> None:
-        """How long a step takes: on average without what is unusual, and at the most lately."""
+    def _measure_steps(self, now: float) -> None:
+        """How long steps take that are asked after: on average without what is unusual, and at the most lately."""
         if self._begun is None:
-            self._begun = self._asked = now
-            return
-        taken, self._asked = now - self._asked, now
-        usual = self._step_seconds
-        self._step_seconds = taken if usual == 0.0 else usual + (min(taken, 3 * usual) - usual) / 32
-        self._longest_step = max(taken, self._longest_step * 0.98)
+            self._begun = now
+        elif self._asked_times:
+            taken, usual = (now - self._asked_since) / self._asked_times, self._step_seconds
+            weight = min(self._asked_times / 32, 1.0)
+            self._step_seconds = taken if usual == 0.0 else usual + weight * (min(taken, 3 * usual) - usual)
+            self._longest_step *= 0.98**self._asked_times
+        self._asked_since, self._asked_times = now, 0
 
     # -- state --------------------------------------------------------------------------------------------------------
 

@@ -54,6 +54,11 @@ class Agreement:
             self._due = self._batch + self._every
         return answer
 
+    @property
+    def lag(self) -> int:
+        """How many batches it may take from a wish to its answer."""
+        return 0 if self._ranks.world_size == 1 else 2 * max(self._every, 1)
+
     def _proposal(self) -> int:
         """How many batches to let pass until the answer; rank 0's counts, so that all read it at the same step."""
         if self._ranks.rank != 0:

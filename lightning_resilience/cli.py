@@ -181,6 +181,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--monitor", help="metric for --top-k")
     command.add_argument("--mode", choices=("min", "max"), default="min", help="which scores are best (min)")
     command.add_argument("--milestones", type=int, help="one checkpoint for each multiple of so many steps stays")
+    command.add_argument(
+        "--marked", type=int, default=1, help="how many of the newest that the schedule labelled milestone stay (1)"
+    )
     command.add_argument("--max-bytes", type=int, help="size of all that stay together")
     command.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
     command.set_defaults(gather=prune, render=render_prune)
@@ -629,7 +632,7 @@ def prune(options: argparse.Namespace) -> Document:
     """Judge checkpoints by a rule, and remove what goes."""
     if options.top_k is not None and options.monitor is None:
         raise SetupError("--top-k ranks checkpoints, and there is no --monitor to rank them by.")
-    keep = Keep(options.last, options.top_k, options.milestones, options.max_bytes)
+    keep = Keep(options.last, options.top_k, options.milestones, options.max_bytes, options.marked)
     ranking = Ranking(options.monitor, options.mode) if options.monitor is not None else None
     tier: LocalTier | RemoteTier
     if is_url(options.path):

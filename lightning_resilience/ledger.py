@@ -259,7 +259,7 @@ class Ledger:
         return {"seconds": round(now - self._begun, 3), "stalled": round(self._stalled, 3)}
 
     def _put(self, event: str, step: int, **facts: Any) -> None:
-        if self._thread is not None and not self._closed:
+        if self._thread is not None and self._path is not None and not self._closed:
             self._lines.put({"event": event, "life": self.life, "time": round(time.time(), 3), "step": step, **facts})
 
     # -- the thread ---------------------------------------------------------------------------------------------------

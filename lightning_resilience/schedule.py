@@ -87,15 +87,15 @@ class Decider:
         reason = self.rule.due(now, last)
         return Decision(reason) if reason else None
 
-    def labels(self) -> tuple[str, ...]:
-        """What a checkpoint that is saved now is to be labelled, whoever asked for it."""
-        return ()
+    def marks(self) -> Mapping[str, str]:
+        """Labels for a checkpoint that is saved now, whoever asked for it, and why it gets them."""
+        return {}
 
     def see_loss(self, loss: float) -> None:
-        """The loss of the next training batch; told some batches late, in order.  It may be anything but finite."""
+        """The loss of the next training batch; told some batches late, in order.  It may be infinite or NaN."""
 
     def see_start(self) -> None:
-        """A save was started with the ``labels`` of this moment."""
+        """A save was started with the ``marks`` of this moment."""
 
     def see_save(self, stall: float, seconds: float) -> None:
         """A save was committed: training stood still for ``stall`` seconds, and it took ``seconds`` in all."""
@@ -201,10 +201,10 @@ class _Deciders(Decider):
         decisions = [decision for part in self._parts if (decision := part.decide(now, last, ahead))]
         if not decisions:
             return None
-        return Decision("; ".join(decision.reason for decision in decisions), self.labels())
+        return Decision("; ".join(decision.reason for decision in decisions), tuple(self.marks()))
 
-    def labels(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(label for part in self._parts for label in part.labels()))
+    def marks(self) -> Mapping[str, str]:
+        return {label: why for part in reversed(self._parts) for label, why in part.marks().items()}
 
     def see_loss(self, loss: float) -> None:
         for part in self._parts:

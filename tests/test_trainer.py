@@ -313,6 +313,7 @@ def test_resume_never_removes_its_source_before_a_newer_one_is_there(tmp_path: P
 def test_names_that_are_taken_get_a_version(tmp_path: Path) -> None:
     fit(tmp_path, ResilientCheckpoint(tmp_path / "run", filename="{epoch}", schedule=EverySteps(3)))
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        ".ledger.jsonl",
         "epoch=0-v1.ckpt",
         "epoch=0-v2.ckpt",
         "epoch=0.ckpt",
