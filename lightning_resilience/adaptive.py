@@ -42,6 +42,8 @@ USUAL = 0.9
 on average."""
 PATIENCE = 0.25
 """Seconds between two looks at the clock where no loss has come."""
+MARGIN = 1.5
+"""Usual steps that one of those may take which a decision has to wait for."""
 RECENT = 8
 """Saves whose cost counts."""
 FIRST_STALL = 1.0
@@ -108,6 +110,11 @@ class Plan:
     at_risk: bool
 
 
+def mean_time_between_failures(prior: float, failures: int, seconds: float) -> float:
+    """Seconds, after so many failures in so many seconds of training; see the module's docstring."""
+    return (SCALE * prior + seconds) / (SHAPE + failures)
+
+
 class AdaptiveDecider(Decider):
     """One run as an ``AdaptiveSchedule`` follows it."""
 
@@ -164,7 +171,7 @@ class AdaptiveDecider(Decider):
     def mtbf(self, now: float) -> float:
         """Mean seconds between failures, as known at the monotonic second ``now``."""
         trained = self._trained + (now - self._begun if self._begun is not None else 0.0)
-        return (SCALE * self._rule.prior_mtbf_seconds + trained) / (SHAPE + self._failures)
+        return mean_time_between_failures(self._rule.prior_mtbf_seconds, self._failures, trained)
 
     def plan(self, now: float, ahead: int = 0) -> Plan:
         """When the next save is to be started; see ``decide`` for the arguments."""
@@ -172,7 +179,7 @@ class AdaptiveDecider(Decider):
         interval = math.sqrt(2 * self._stall * self.mtbf(now) / self.trend.volatility)
         least = max(self._stall / rule.max_overhead, self._seconds)
         # Half the RPO is left to a save that takes, or has to wait, longer than the promise allows for.
-        lead = self._seconds + ahead * self._step_seconds + self._longest_step + PATIENCE
+        lead = self._seconds + MARGIN * ahead * self._step_seconds + self._longest_step + PATIENCE
         most = max(rpo - lead, rpo / 2)
         interval = min(max(interval, least), most)
         return Plan(

@@ -76,6 +76,12 @@ class Life:
         return max((_number(line.get("seconds")) for line in self.lines), default=0.0)
 
     @property
+    def steps(self) -> int:
+        """Steps that are known of."""
+        steps = [_number(line.get("step")) for line in self.lines]
+        return int(max(steps) - steps[0]) if steps else 0
+
+    @property
     def stalled(self) -> float:
         """Seconds of them in which saves kept training still."""
         return max((_number(line.get("stalled")) for line in self.lines), default=0.0)

@@ -148,7 +148,7 @@ class _Run:
             self._running / setting.mtbf * setting.restart / wall,
             len(self._gaps),
             count,
-            float(np.mean(self._gaps)) if self._gaps else math.inf,
+            float(np.mean(self._gaps)) if self._gaps else wall,
             max(self._gaps, default=0.0),
         )
 
