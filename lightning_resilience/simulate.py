@@ -57,6 +57,10 @@ class Setting:
         """The interval of Young and Daly."""
         return math.sqrt(2 * self.stall * self.mtbf)
 
+    def waste(self, interval: float) -> float:
+        """About what saves at a fixed interval waste, as a share of the time; see the module's docstring."""
+        return self.stall / interval + (interval / 2 + self.commit + self.restart) / self.mtbf
+
     def oracle_within(self, rule: AdaptiveSchedule) -> float:
         """The same for somebody who has given the promises of ``rule`` too."""
         least = max(self.stall / rule.max_overhead, self.commit)
@@ -159,9 +163,12 @@ class _Run:
         last, last_gap = Progress(0, begin), 0.0
         pending: tuple[float, dict[str, Any]] | None = None
         self._running += end - begin
+        looks_ahead = True
         while True:
-            skip = int(_quiet(decider, now, last) / setting.step) - 1
-            skip = min(skip, int((end - now) / setting.step))
+            skip = 0
+            if looks_ahead:
+                skip = min(int(_quiet(decider, now, last) / setting.step) - 1, int((end - now) / setting.step))
+            looks_ahead = False
             if skip > 1:
                 now, steps = now + skip * setting.step, steps + skip
                 for _ in range(min(skip, 2 * _window(decider)) if decider.wants_losses else 0):
@@ -171,6 +178,7 @@ class _Run:
                 state = pending[1]
                 decider.see_save(setting.stall, setting.commit)
                 pending = None
+                looks_ahead = True
             if now >= end:
                 self._count(end - last.seconds, last_gap)
                 if end >= setting.duration:
@@ -189,6 +197,7 @@ class _Run:
             last, last_gap = Progress(steps, now), gap
             self._stalled += setting.stall
             now += setting.stall
+            looks_ahead = True
 
     def _count(self, gap: float, before: float) -> None:
         """The progress at risk, over the time between the starts of two saves: until the first of them is committed,
