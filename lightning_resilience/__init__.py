@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_resilience._version import __version__
 
 if TYPE_CHECKING:
+    from lightning_resilience.adaptive import AdaptiveSchedule
     from lightning_resilience.callback import ResilientCheckpoint
     from lightning_resilience.checkpoint_io import ResilientCheckpointIO
     from lightning_resilience.errors import (
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         TierDenied,
         TierUnavailable,
     )
+    from lightning_resilience.loss_variance import LossVariance
     from lightning_resilience.preemption import Preempted
     from lightning_resilience.retention import Keep
     from lightning_resilience.schedule import EverySeconds, EverySteps, FirstOf
@@ -35,6 +37,8 @@ _HOME = {
     "ResilientCheckpoint": "callback",
     "ResilientCheckpointIO": "checkpoint_io",
     "Keep": "retention",
+    "AdaptiveSchedule": "adaptive",
+    "LossVariance": "loss_variance",
     "Preempted": "preemption",
     "EverySteps": "schedule",
     "EverySeconds": "schedule",
@@ -52,6 +56,7 @@ _HOME = {
 }
 
 __all__ = [
+    "AdaptiveSchedule",
     "CheckpointCorrupt",
     "CheckpointIncompatible",
     "CheckpointNotFound",
@@ -61,6 +66,7 @@ __all__ = [
     "EverySteps",
     "FirstOf",
     "Keep",
+    "LossVariance",
     "Preempted",
     "ResilienceError",
     "ResilientCheckpoint",

@@ -65,6 +65,11 @@ class Agreement:
         self._pending = None
         return (self._asked or "another rank asked for it") if wanted else None
 
+    @property
+    def lag(self) -> int:
+        """How many batches it may take from a wish to its answer."""
+        return 0 if self._ranks.world_size == 1 else 2 * max(self._every, 1)
+
     def _proposal(self) -> int:
         """How many batches to let pass until the next answer, 0 to wait for it at once; rank 0's counts, so that all
         read it at the same step."""

@@ -10,13 +10,14 @@ from datetime import timedelta
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_resilience.adaptive import AdaptiveSchedule
 from lightning_resilience.errors import SetupError
 from lightning_resilience.manifest import PARTIAL, REMOVED
 from lightning_resilience.objects import open_objects, shown
 from lightning_resilience.schedule import EverySeconds, EverySteps, FirstOf, Never, Schedule, check_schedule
 from lightning_resilience.tiers import local_path
 
-DEFAULT_SCHEDULE = EverySeconds(300)
+DEFAULT_SCHEDULE = AdaptiveSchedule()
 
 
 def the_schedule(

@@ -43,6 +43,7 @@ from lightning_resilience.arguments import (
 )
 from lightning_resilience.engine import OVERDUE, Committed, Folder, Save
 from lightning_resilience.errors import SaveFailed, SetupError
+from lightning_resilience.ledger import EXCEPTION, INTERRUPTED, PREEMPTED
 from lightning_resilience.manifest import HEALTHY, Manifest, newest_first
 from lightning_resilience.objects import shown
 from lightning_resilience.preemption import Preempted, check_signals, name_of
@@ -54,11 +55,15 @@ from lightning_resilience.session import Session, log_save, manifests_in
 from lightning_resilience.store import list_checkpoints
 from lightning_resilience.strategies import ANYWHERE, run_folder
 from lightning_resilience.tiers import LocalTier, local_path
+from lightning_resilience.watch import END_OF_TRAINING, Watch
 
 log = logging.getLogger("lightning_resilience")
 
 DRAIN_AFTER_EXCEPTION = 10.0
 """Seconds that a save under way gets when training ends with an exception."""
+
+WATCHED = "lightning_resilience"
+"""Key of what was watched, in a Trainer's checkpoint."""
 
 
 class ResilientCheckpoint(ModelCheckpoint):
@@ -87,8 +92,9 @@ class ResilientCheckpoint(ModelCheckpoint):
         every_n_epochs: save at the end of every n-th epoch (after its validation, if it has one).
         save_on_train_epoch_end: as in ModelCheckpoint.
         enable_version_counter: give a name that is taken a version; otherwise the older checkpoint gives way.
-        schedule: when to save: ``EverySteps``, ``EverySeconds``, ``FirstOf``; every 300 s if neither this nor one of
-            the three triggers above is given.
+        schedule: when to save: ``AdaptiveSchedule``, ``LossVariance``, ``EverySteps``, ``EverySeconds``, ``FirstOf``;
+            ``AdaptiveSchedule()`` if neither this nor one of the three triggers above is given.
+        loss_key: name of the loss that the schedule goes by in what ``training_step`` returns.
         keep: what is retained; the newest 3 by default.
         memory: where state is staged: ``"auto"`` (tmpfs if it has room), ``False`` (anonymous memory) or a folder on
             tmpfs.
@@ -137,6 +143,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         enable_version_counter: bool = True,
         *,
         schedule: Schedule | None = None,
+        loss_key: str = "loss",
         keep: Keep | None = None,
         memory: str | bool = "auto",
         on_save_error: Literal["warn", "raise"] = "warn",
@@ -173,6 +180,8 @@ class ResilientCheckpoint(ModelCheckpoint):
             ("save_on_exception", save_on_exception),
         ):
             check_choice(name, flag, (True, False))
+        if not isinstance(loss_key, str) or not loss_key:
+            raise SetupError(f"loss_key={loss_key!r} is not a name in what training_step returns.")
         if monitor is not None and (not isinstance(monitor, str) or not monitor):
             raise SetupError(f"monitor={monitor!r} is not the name of a metric.")
         check_filename(filename, ModelCheckpoint)
@@ -201,6 +210,8 @@ class ResilientCheckpoint(ModelCheckpoint):
             enable_version_counter=enable_version_counter,
         )
         self._every_epochs = every_n_epochs or 0
+        self.loss_key = loss_key
+        self._by_step = self.schedule.by_step_alone()
         self.memory = memory
         self.on_save_error = on_save_error
         self.max_failures = max_failures
@@ -230,6 +241,8 @@ class ResilientCheckpoint(ModelCheckpoint):
         self._replicator: Replicator | None = None
         self._last_save: Save | None = None
         self._agreement: Agreement | None = None
+        self._watch: Watch | None = None
+        self._watched_before: Mapping[str, Any] | None = None
         self._started = Progress(0, 0.0)
         self._reasons: list[str] = []
         self._epoch = 0
@@ -393,11 +406,24 @@ class ResilientCheckpoint(ModelCheckpoint):
         self._session.between_batches.append(self._between_batches)
         self._session.before_leaving.append(self._replicate_in_time)
         self._started = self._now(trainer)
+        self._begin_watch(self._session)
         if self._replicator is not None:
             self._replicator.offer(self._committed, self._session.engine.in_use)
         if self._session.resumed is not None:
             self._saved_at = self._position(trainer)
         self._update_best()
+
+    def _begin_watch(self, session: Session) -> None:
+        tier = self._folder.tier if self._folder is not None else None
+        manifest = session.resumed.manifest if session.resumed is not None else None
+        self._watch = Watch(self.schedule.by_agreement(), session.ranks.rank, self.loss_key)
+        self._watch.begin(
+            self._started,
+            tier.root if isinstance(tier, LocalTier) else None,
+            self._watched_before,
+            ended=manifest is not None and END_OF_TRAINING in manifest.reason,
+            run=session.engine.run,
+        )
 
     # -- when to save -------------------------------------------------------------------------------------------------
 
@@ -419,10 +445,9 @@ class ResilientCheckpoint(ModelCheckpoint):
             self._reasons += self._reasons_of_an_evaluation(trainer, epoch)
         if not at_boundary:
             return  # what is wanted stays wanted until the accumulation window ends
-        by_step = self.schedule.by_step_alone()
-        due = by_step.due(now, self._started) if by_step else None
+        due = self._by_step.due(now, self._started) if self._by_step else None
         ends = not epoch_ended and session.ends_within_an_epoch()
-        reasons = [reason for reason in (due, *self._reasons, "end of training" if ends else None) if reason]
+        reasons = [reason for reason in (due, *self._reasons, END_OF_TRAINING if ends else None) if reason]
         self._validated, self._reasons = False, []
         if session.preempted:
             self._save_in_time(trainer, "; ".join(dict.fromkeys([*reasons, name_of(session.preemption.agreed)])))
@@ -433,11 +458,12 @@ class ResilientCheckpoint(ModelCheckpoint):
             self._save(trainer, "; ".join(dict.fromkeys(reasons)), epoch)
 
     def _wanted_by_time(self, now: Progress) -> str | None:
-        by_agreement = self.schedule.by_agreement()
-        assert self._session is not None
-        if by_agreement is None or self._session.engine.busy:
-            return None
-        return by_agreement.due(now, self._started)
+        session, watch, agreement = self._session, self._watch, self._agreement
+        assert session is not None
+        assert watch is not None
+        assert agreement is not None
+        wish = watch.wish(now, self._started, agreement.lag + session.trainer.accumulate_grad_batches - 1)
+        return None if session.engine.busy else wish
 
     def _reasons_of_an_evaluation(self, trainer: Trainer, epoch: int) -> list[str]:
         """Why to save when an epoch, or a validation, has ended."""
@@ -464,8 +490,12 @@ class ResilientCheckpoint(ModelCheckpoint):
         self._validated = True
 
     @override
-    def on_train_batch_end(self, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Too early to save: see ``_between_batches``."""
+        if self._watch is not None:
+            self._watch.see_outputs(outputs)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -501,17 +531,21 @@ class ResilientCheckpoint(ModelCheckpoint):
         if not session.ranks.any_max(self._saved_at != self._position(trainer))[0]:
             return None
         self._stop_after_failures()
+        marks = self._watch.marks() if self._watch is not None else {}
         save = session.save(
             folder,
             self._name(trainer, epoch),
             epoch=epoch,
-            reason=reason,
+            reason="; ".join([reason, *(f"{label}: {why}" for label, why in marks.items())]),
             metrics=self._metrics(trainer),
             settled=settled,
             weights_only=self.save_weights_only,
             replace=not self._enable_version_counter,
+            labels=tuple(marks),
         )
         if save is not None:
+            if self._watch is not None:
+                self._watch.started()
             self._saved_at = self._position(trainer)
             self._started = self._now(trainer)
         return save
@@ -561,6 +595,8 @@ class ResilientCheckpoint(ModelCheckpoint):
                 continue
             if trainer.is_global_zero:
                 log_save(save)
+            if self._watch is not None:
+                self._watch.committed(save, self._now(trainer))
             self._note(trainer, pl_module, save.committed.result())
             self._session.engine.tidy(save)
             self._last_save = save
@@ -633,7 +669,9 @@ class ResilientCheckpoint(ModelCheckpoint):
         if session is None or self._agreement is None or self._folder is None:
             return
         self._agreement.close()
-        self._save_and_wait(trainer, "end of training")
+        self._save_and_wait(trainer, END_OF_TRAINING)
+        if self._watch is not None:
+            self._watch.end()
 
     def _save_and_wait(self, trainer: Trainer, reason: str, deadline: float = math.inf) -> None:
         """Save the step that training is at, unless it is, and wait until it is committed."""
@@ -684,7 +722,8 @@ class ResilientCheckpoint(ModelCheckpoint):
             if self._replicator is not None:
                 self._replicator.offer(self._committed, self._session.engine.in_use)
             self._replicate_in_time()
-            session, self._session, self._agreement, self._replicator = self._session, None, None, None
+            session = self._session
+            self._session = self._agreement = self._replicator = self._watch = None
             session.leave()
 
     @override
@@ -703,13 +742,32 @@ class ResilientCheckpoint(ModelCheckpoint):
         except Exception as error:  # the exception that ends training is the one to be seen
             log.warning("event=save step=%d outcome=failed error=%r", trainer.global_step, error)
         finally:
+            if self._watch is not None:
+                self._watch.end(_how_it_ended(exception))
             left = session.preemption.deadline() - time.monotonic()
             session.abandon(max(min(DRAIN_AFTER_EXCEPTION, left), 0.0), exception)
             if self._replicator is not None:
                 self._replicator.abandon()
-            self._session = self._agreement = self._replicator = None
+            self._session = self._agreement = self._replicator = self._watch = None
 
     # -- state --------------------------------------------------------------------------------------------------------
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keep what was watched, of each of our callbacks.  Beside Lightning's state of callbacks, which asks for
+        callbacks by the very arguments they had."""
+        if self._watch is not None and (state := self._watch.state()):
+            checkpoint.setdefault(WATCHED, {})[self._watched_key] = state
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        watched: dict[str, Any] = checkpoint.get(WATCHED, {})
+        only = next(iter(watched.values())) if len(watched) == 1 else None  # the folder may have moved
+        self._watched_before = watched.get(self._watched_key, only)
+
+    @property
+    def _watched_key(self) -> str:
+        return shown(self._given_dirpath) if self._given_dirpath is not None else ""
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -725,7 +783,14 @@ class ResilientCheckpoint(ModelCheckpoint):
         return {**self.__dict__, **dict.fromkeys(_OF_A_FIT)}
 
 
-_OF_A_FIT = ("_session", "_agreement", "_folder", "_overdue", "_replicator", "_last_save")
+_OF_A_FIT = ("_session", "_agreement", "_folder", "_overdue", "_replicator", "_last_save", "_watch", "_watched_before")
+
+
+def _how_it_ended(exception: BaseException) -> str:
+    """In the ledger's words: only what nobody meant is a failure."""
+    if isinstance(exception, KeyboardInterrupt):
+        return INTERRUPTED
+    return PREEMPTED if isinstance(exception, SystemExit) else EXCEPTION
 
 
 def _make_visible() -> None:

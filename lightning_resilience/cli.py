@@ -59,6 +59,7 @@ examples:
   lightning-resilience show runs/7/epoch=0-step=1200.ckpt     one checkpoint and its files
   lightning-resilience verify runs/7                          read every byte, compare it with what was saved
   lightning-resilience pull s3://bucket/run7 runs/7           the newest one, from the cold tier
+  lightning-resilience simulate --mtbf 8h --state-bytes 20e9 --step-time 0.5    what the schedule would cost
   lightning-resilience ls runs/7 --json | jq -r '.checkpoints[0].name'
 
 exit codes: 0 fine, 1 a problem was found, 2 wrong usage
@@ -181,6 +182,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--monitor", help="metric for --top-k")
     command.add_argument("--mode", choices=("min", "max"), default="min", help="which scores are best (min)")
     command.add_argument("--milestones", type=int, help="one checkpoint for each multiple of so many steps stays")
+    command.add_argument(
+        "--marked", type=int, default=1, help="how many of the newest that the schedule labelled milestone stay (1)"
+    )
     command.add_argument("--max-bytes", type=int, help="size of all that stay together")
     command.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
     command.set_defaults(gather=prune, render=render_prune)
@@ -189,7 +193,45 @@ def _parser() -> argparse.ArgumentParser:
         command = add(name, does, f"{does.capitalize()}.", "runs/7/epoch=0-step=1200.ckpt")
         command.add_argument("path", metavar="CKPT", help="folder or URL of a checkpoint")
         command.set_defaults(gather=pin, render=render_pin, pinned=name == "pin")
+
+    command = add(
+        "simulate",
+        "what a schedule would cost",
+        "Run AdaptiveSchedule, fixed intervals and an oracle that knows the failure rate against drawn failures, and "
+        "say what share of the time each wastes. What is not given is taken from the ledger of a run folder.",
+        "runs/7 --plot waste.png",
+    )
+    command.add_argument("path", metavar="ROOT", nargs="?", help="run folder whose ledger says what saves cost there")
+    command.add_argument("--mtbf", type=_duration, help="mean time between failures of the job: 3600, 90min, 8h, 7d")
+    command.add_argument("--state-bytes", type=float, help="bytes of one rank's state")
+    command.add_argument("--stage-bandwidth", type=float, default=5e9, help="bytes/s of a copy into memory (5e9)")
+    command.add_argument("--persist-bandwidth", type=float, default=1e9, help="bytes/s a rank writes to storage (1e9)")
+    command.add_argument("--step-time", type=_duration, help="seconds of one training step")
+    command.add_argument("--restart", type=_duration, default=120.0, help="from a failure until training goes on (120)")
+    command.add_argument("--noise", type=float, default=0.05, help="standard deviation of the loss (0.05)")
+    command.add_argument("--max-overhead", type=float, default=0.01, help="of the schedule (0.01)")
+    command.add_argument("--rpo", type=_duration, default=1800.0, help="of the schedule (30min)")
+    command.add_argument("--prior-mtbf", type=_duration, default=86400.0, help="of the schedule (24h)")
+    command.add_argument("--runs", type=int, default=3, help="how many runs are averaged (3)")
+    command.add_argument("--plot", metavar="FILE", help="draw waste against interval; needs matplotlib")
+    command.set_defaults(gather=simulate, render=render_simulate)
     return parser
+
+
+def _duration(text: str) -> float:
+    """Seconds of a duration: a number, with ``s``, ``min``, ``h`` or ``d`` behind it or not."""
+    number, factor = text.strip(), 1.0
+    for unit, seconds in (("min", 60.0), ("s", 1.0), ("h", 3600.0), ("d", 86400.0)):
+        if number.endswith(unit):
+            number, factor = number.removesuffix(unit), seconds
+            break
+    try:
+        value = float(number) * factor
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration, such as 90, 90s, 30min, 8h or 7d")
+    return value
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -629,7 +671,7 @@ def prune(options: argparse.Namespace) -> Document:
     """Judge checkpoints by a rule, and remove what goes."""
     if options.top_k is not None and options.monitor is None:
         raise SetupError("--top-k ranks checkpoints, and there is no --monitor to rank them by.")
-    keep = Keep(options.last, options.top_k, options.milestones, options.max_bytes)
+    keep = Keep(options.last, options.top_k, options.milestones, options.max_bytes, options.marked)
     ranking = Ranking(options.monitor, options.mode) if options.monitor is not None else None
     tier: LocalTier | RemoteTier
     if is_url(options.path):
@@ -681,6 +723,72 @@ def render_pin(document: Document, width: int | None, now: datetime) -> Iterator
     """One line."""
     state = "pinned" if document["pinned"] else "not pinned"
     yield clean(f"{document['name']} is {state}{'' if document['changed'] else ' already'}.")
+
+
+# -- simulate ---------------------------------------------------------------------------------------------------------
+
+
+def simulate(options: argparse.Namespace) -> Document:
+    """What a schedule would waste, beside fixed intervals and an oracle."""
+    from lightning_resilience import forecast  # not at the top: it needs numpy
+    from lightning_resilience.adaptive import AdaptiveSchedule
+
+    if options.plot is not None:
+        forecast.check_plot()
+    for name in ("state_bytes", "stage_bandwidth", "persist_bandwidth"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise SetupError(f"--{name.replace('_', '-')} {value:g}: a number larger than 0 is wanted.")
+    if options.runs < 1:
+        raise SetupError(f"--runs {options.runs}: a number of runs is wanted, 1 or more.")
+    if not 0 <= options.noise < float("inf"):
+        raise SetupError(f"--noise {options.noise:g}: a number from 0 is wanted.")
+    stall = commit = None
+    if options.state_bytes is not None:
+        stall = options.state_bytes / options.stage_bandwidth
+        commit = stall + options.state_bytes / options.persist_bandwidth
+    folder = None if options.path is None else local_path(options.path).absolute()
+    if folder is not None and not folder.is_dir():
+        raise _not_a_folder(folder)
+    found = forecast.observed(folder, options.prior_mtbf) if folder is not None else forecast.Observed()
+    setting = forecast.setting_of(
+        found.overruled(mtbf=options.mtbf, stall=stall, commit=commit, step=options.step_time),
+        restart=options.restart,
+        noise=options.noise,
+    )
+    rule = AdaptiveSchedule(
+        max_overhead=options.max_overhead, rpo_seconds=options.rpo, prior_mtbf_seconds=options.prior_mtbf
+    )
+    answer = forecast.compare(rule, setting, range(options.runs))
+    if options.plot is not None:
+        forecast.plot(answer, options.plot)
+    return {"ok": True, **answer, "plot": options.plot}
+
+
+def render_simulate(document: Document, width: int | None, now: datetime) -> Iterator[str]:
+    """What was assumed, then a line a schedule."""
+    setting = document["setting"]
+    yield (
+        f"MTBF {setting['mtbf'] / 3600:.4g} h, a save stalls {setting['stall']:.4g} s and is committed after"
+        f" {setting['commit']:.4g} s, a restart takes {setting['restart']:.4g} s;"
+        f" {count_of(document['runs'], 'run')} of {setting['duration'] / 86400:.3g} d"
+    )
+    yield ""
+    rows = [
+        {
+            "SCHEDULE": entry["schedule"],
+            "INTERVAL": f"{entry['mean_gap']:.0f} s",
+            "WASTE": f"{entry['waste']:.3%}",
+            "STALLED": f"{entry['stalled']:.3%}",
+            "LOST": f"{entry['lost']:.3%}",
+            "RESTARTING": f"{entry['restarting']:.3%}",
+            "LONGEST": f"{entry['longest_gap']:.0f} s",
+        }
+        for entry in document["schedules"]
+    ]
+    yield from table(rows, width, right=("INTERVAL", "WASTE", "STALLED", "LOST", "RESTARTING", "LONGEST"))
+    if document["plot"]:
+        yield clean(f"plot: {document['plot']}")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ change labels, each by one rename.  Behind a URL the files have their names from
 ``reason``     why it was saved, in words.
 ``health``     ``healthy`` or ``suspect``: never the best, never a milestone, never resumed from by itself.
 ``suspicion``  optional: why it is suspect, e.g. which parameter is not finite.
-``labels``     list of words, e.g. ``weights-only``, ``pinned``.
+``labels``     list of words, e.g. ``weights-only``, ``pinned``, ``milestone``.
 ``world_size`` number of ranks that wrote it.
 ``strategy``   class name of the Lightning strategy.
 ``metrics``    numbers logged at that step; a number that is not finite is written as ``"nan"``, ``"inf"``, ``"-inf"``.
@@ -79,6 +79,7 @@ HEALTHY = "healthy"
 SUSPECT = "suspect"
 WEIGHTS_ONLY = "weights-only"
 PINNED = "pinned"
+MILESTONE = "milestone"
 
 
 def rank_file(rank: int) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_resilience.errors import SetupError
-from lightning_resilience.manifest import HEALTHY, PINNED, WEIGHTS_ONLY, Manifest, newest_first
+from lightning_resilience.manifest import HEALTHY, MILESTONE, PINNED, WEIGHTS_ONLY, Manifest, newest_first
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,15 @@ class Keep:
         milestones: steps of which one checkpoint each stays for good: of every multiple of a number the closest that
             there is, or of each step in a list.
         max_bytes: size of all that stay together; where it is exceeded, the oldest go first, the best last.
+        marked: how many of the newest that the schedule labelled ``milestone`` stay besides: a plateau, or the best
+            smoothed loss, from before what happened since.
     """
 
     last: int = 3
     top_k: int | None = None
     milestones: int | Sequence[int] | None = None  # a tuple once it is made
     max_bytes: int | None = None
+    marked: int = 1
 
     def __post_init__(self) -> None:
         if isinstance(self.last, bool) or not isinstance(self.last, int) or (self.last < 1 and self.last != -1):
@@ -54,6 +57,8 @@ class Keep:
             )
         if self.max_bytes is not None and not _is_count(self.max_bytes):
             raise SetupError(f"Keep(max_bytes={self.max_bytes!r}): a number of bytes is wanted.")
+        if isinstance(self.marked, bool) or not isinstance(self.marked, int) or self.marked < 0:
+            raise SetupError(f"Keep(marked={self.marked!r}): a number of checkpoints is wanted, 0 or more.")
 
 
 def stated(keep: Keep, remote: Keep | None, ranking: Ranking | None) -> dict[str, Any]:
@@ -142,6 +147,9 @@ def judge(
             good.append(name)
     for step, name in _milestones(keep.milestones, {name: manifests[name] for name in healthy}).items():
         reasons[name].append(f"milestone {step}")
+    marked = [name for name in healthy if MILESTONE in manifests[name].labels]
+    for place, name in enumerate(marked[: keep.marked], start=1):
+        reasons[name].append(f"{'newest' if place == 1 else _ordinal(place) + ' newest'} {MILESTONE}")
     guards = {name for some in (in_order, resumable, healthy) for name in some[:1]}
     for name in in_order:
         if PINNED in manifests[name].labels:

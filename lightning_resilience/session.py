@@ -319,6 +319,7 @@ class Session:
         settled: bool,
         weights_only: bool = False,
         replace: bool = False,
+        labels: tuple[str, ...] = (),
     ) -> Save | None:
         """Start a save of the Trainer's state as it is now; None where one is under way.
 
@@ -331,8 +332,9 @@ class Session:
             settled: whether Lightning is between two batches, with nothing of the last one left to do.
             weights_only: leave out all but the weights.
             replace: whether a checkpoint of that name gives way.
+            labels: for the manifest; rank 0's count.
         """
-        facts = self._facts(reason, epoch, metrics, weights_only)
+        facts = self._facts(reason, epoch, metrics, weights_only, labels)
 
         def capture() -> Snapshot:
             return self._snapshot(self._doorway.dump_checkpoint(weights_only), settled)

@@ -176,10 +176,17 @@ ARGUMENTS: dict[str, list[Any]] = {
         {"class_path": "lightning_resilience.EverySeconds", "init_args": {"seconds": 2.5}},
         {
             "class_path": "lightning_resilience.FirstOf",
-            "init_args": {"schedules": [{"class_path": "lightning_resilience.EverySteps", "init_args": {"n": 3}}]},
+            "init_args": {
+                "schedules": [
+                    {"class_path": "lightning_resilience.EverySteps", "init_args": {"n": 3}},
+                    {"class_path": "lightning_resilience.LossVariance", "init_args": {"near_best": None}},
+                ]
+            },
         },
+        {"class_path": "lightning_resilience.AdaptiveSchedule", "init_args": {"max_overhead": 0.02}},
     ],
-    "keep": [{"last": 5}, {"last": -1, "top_k": 2}],
+    "loss_key": ["mse"],
+    "keep": [{"last": 5}, {"last": -1, "top_k": 2}, {"last": 2, "marked": 0}],
     "memory": ["auto", False],
     "on_save_error": ["raise"],
     "max_failures": [7],

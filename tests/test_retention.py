@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_resilience.errors import SetupError
-from lightning_resilience.manifest import HEALTHY, SUSPECT, WEIGHTS_ONLY, FileEntry, Manifest
+from lightning_resilience.manifest import HEALTHY, MILESTONE, SUSPECT, WEIGHTS_ONLY, FileEntry, Manifest
 from lightning_resilience.retention import PINNED, Keep, Ranking, judge
 from on_disk import manifest
 
@@ -229,6 +229,20 @@ def test_milestones_keep_the_closest_of_each(steps: tuple[int, ...], milestones:
     assert kept(at_steps(*steps), Keep(last=1, milestones=milestones)) == expected
 
 
+def test_newest_that_the_schedule_marked_stay_besides_and_no_more_than_so_many() -> None:
+    marked = {7: (MILESTONE,), 20: (MILESTONE,), 30: (MILESTONE, WEIGHTS_ONLY)}
+    manifests = {
+        f"s{step}": manifest(step, sequence=step, labels=marked.get(step, ())) for step in (7, 10, 20, 30, 40, 50)
+    }
+    assert kept(manifests, Keep(last=1)) == {"s50", "s20"}
+    assert kept(manifests, Keep(last=1, marked=5)) == {"s50", "s20", "s7"}
+    assert kept(manifests, Keep(last=1, marked=0)) == {"s50"}
+    manifests["s20"] = replace(manifests["s20"], health="suspect")
+    assert kept(manifests, Keep(last=1)) == {"s50", "s7"}
+    reasons = {verdict.name: verdict.reasons for verdict in judge(manifests, Keep(last=1, marked=2))}
+    assert reasons["s7"] == ("newest milestone",)
+
+
 def test_milestones_are_the_same_whether_judged_after_each_save_or_at_the_end() -> None:
     rng = random.Random(2)
     for _ in range(300):
@@ -274,6 +288,8 @@ def test_bytes_are_bounded_the_oldest_going_first_and_the_best_last() -> None:
         (lambda: Keep(top_k="3"), "top_k='3'"),
         (lambda: Keep(top_k=False), "top_k=False"),
         (lambda: Keep(milestones=0), "milestones=0"),
+        (lambda: Keep(marked=-1), "marked=-1"),
+        (lambda: Keep(marked=True), "marked=True"),
         (lambda: Keep(milestones=[10, -5]), "milestones="),
         (lambda: Keep(milestones="1000"), "milestones='1000'"),
         (lambda: Keep(max_bytes=0), "max_bytes=0"),

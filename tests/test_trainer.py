@@ -313,6 +313,7 @@ def test_resume_never_removes_its_source_before_a_newer_one_is_there(tmp_path: P
 def test_names_that_are_taken_get_a_version(tmp_path: Path) -> None:
     fit(tmp_path, ResilientCheckpoint(tmp_path / "run", filename="{epoch}", schedule=EverySteps(3)))
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        ".ledger.jsonl",
         "epoch=0-v1.ckpt",
         "epoch=0-v2.ckpt",
         "epoch=0.ckpt",
@@ -783,7 +784,11 @@ def test_checkpoint_saved_by_hand_in_the_folder_stays(tmp_path: Path) -> None:
                 trainer.save_checkpoint(tmp_path / "run" / "mine.ckpt")
 
     fit(tmp_path, Saver(), checkpoint_every(tmp_path / "run", 1, keep=Keep(last=1)))
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["epoch=0-step=8.ckpt", "mine.ckpt"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        ".ledger.jsonl",
+        "epoch=0-step=8.ckpt",
+        "mine.ckpt",
+    ]
 
 
 def test_save_that_another_process_is_at_is_not_swept(tmp_path: Path) -> None:
