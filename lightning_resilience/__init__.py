@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from lightning_resilience.adaptive import AdaptiveSchedule
     from lightning_resilience.callback import ResilientCheckpoint
     from lightning_resilience.checkpoint_io import ResilientCheckpointIO
+    from lightning_resilience.divergence import Rollback
     from lightning_resilience.errors import (
         CheckpointCorrupt,
         CheckpointIncompatible,
         CheckpointNotFound,
         CheckpointUncommitted,
         CrashLoop,
+        Diverged,
         ResilienceError,
         SaveFailed,
         SetupError,
@@ -37,6 +39,7 @@ _HOME = {
     "ResilientCheckpoint": "callback",
     "ResilientCheckpointIO": "checkpoint_io",
     "Keep": "retention",
+    "Rollback": "divergence",
     "AdaptiveSchedule": "adaptive",
     "LossVariance": "loss_variance",
     "Preempted": "preemption",
@@ -49,6 +52,7 @@ _HOME = {
     "CheckpointCorrupt": "errors",
     "CheckpointIncompatible": "errors",
     "CrashLoop": "errors",
+    "Diverged": "errors",
     "SaveFailed": "errors",
     "TierUnavailable": "errors",
     "TierDenied": "errors",
@@ -62,6 +66,7 @@ __all__ = [
     "CheckpointNotFound",
     "CheckpointUncommitted",
     "CrashLoop",
+    "Diverged",
     "EverySeconds",
     "EverySteps",
     "FirstOf",
@@ -71,6 +76,7 @@ __all__ = [
     "ResilienceError",
     "ResilientCheckpoint",
     "ResilientCheckpointIO",
+    "Rollback",
     "SaveFailed",
     "SetupError",
     "TierDenied",

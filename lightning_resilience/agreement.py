@@ -36,22 +36,25 @@ class Agreement:
         self._asked_at: tuple[int, float] | None = None
         self.signal = 0
         """The largest number of a signal that any rank has handed in; the same on all ranks at the same step."""
+        self.diverged: bool | int = False
+        """Whether any rank wants the run to go back; the same on all ranks at the same step."""
 
-    def ask(self, wish: str | None, signum: int = 0) -> str | None:
-        """Hand in this rank's wish: why, or None; and the signal that it has received, or 0.
+    def ask(self, wish: str | None, signum: int = 0, diverged: bool = False) -> str | None:
+        """Hand in this rank's wish: why, or None; the signal that it has received, or 0; and whether the loss has left
+        its course for so long that the run is to go back.
 
         Returns:
             At the steps where an answer is due, and if any rank had a wish: why (this rank's own words where it has
             some).  The same ranks get an answer at the same step; None at all other steps.
         """
         if self._ranks.world_size == 1:
-            self.signal = signum
+            self.signal, self.diverged = signum, diverged
             return wish
         self._batch += 1
         answer = self._answer() if self._batch >= self._due else None
         if self._pending is None:
             self._asked = wish
-            self._pending = self._ranks.start_max(wish is not None, self._proposal(), signum)
+            self._pending = self._ranks.start_max(wish is not None, self._proposal(), signum, diverged)
             self._due = self._batch + self._every
             if self._every == 0:
                 answer = self._answer() or answer
@@ -61,7 +64,7 @@ class Agreement:
         """The answer to the question under way."""
         if self._pending is None:
             return None
-        wanted, self._every, self.signal = self._pending.result()
+        wanted, self._every, self.signal, self.diverged = self._pending.result()
         self._pending = None
         return (self._asked or "another rank asked for it") if wanted else None
 

@@ -41,8 +41,9 @@ from lightning_resilience.arguments import (
     check_remote,
     the_schedule,
 )
+from lightning_resilience.divergence import Rollback
 from lightning_resilience.engine import OVERDUE, Committed, Folder, Save
-from lightning_resilience.errors import SaveFailed, SetupError
+from lightning_resilience.errors import Diverged, SaveFailed, SetupError
 from lightning_resilience.ledger import EXCEPTION, INTERRUPTED, PREEMPTED
 from lightning_resilience.manifest import HEALTHY, Manifest, newest_first
 from lightning_resilience.objects import shown
@@ -101,6 +102,8 @@ class ResilientCheckpoint(ModelCheckpoint):
         on_save_error: ``"warn"`` goes on training and tries again at the next save, ``"raise"`` stops at the first
             failure.
         max_failures: failed saves in a row after which training stops whatever ``on_save_error`` says.
+        rollback: take the run back by itself when the loss has left its course, see ``Rollback``; None goes on.
+        log_metrics: tell the Trainer's loggers what checkpoints cost, under ``resilience/``.
         on_unrestorable: when checkpoints exist and none can be resumed from: ``"raise"``, or ``"fresh"`` to start over
             with a warning.
         save_timeout: seconds after which a save that some rank has not finished is dropped.
@@ -148,6 +151,8 @@ class ResilientCheckpoint(ModelCheckpoint):
         memory: str | bool = "auto",
         on_save_error: Literal["warn", "raise"] = "warn",
         max_failures: int = 3,
+        rollback: Rollback | None = None,
+        log_metrics: bool = True,
         on_unrestorable: Literal["raise", "fresh"] = "raise",
         save_timeout: float = 1800.0,
         signals: Sequence[str | int] = ("SIGTERM", "SIGUSR1"),
@@ -175,11 +180,14 @@ class ResilientCheckpoint(ModelCheckpoint):
         check_number("save_top_k", save_top_k, least=-1, whole=True)
         for name, flag in (
             ("exact_data", exact_data),
+            ("log_metrics", log_metrics),
             ("restore_optimizers", restore_optimizers),
             ("save_weights_only", save_weights_only),
             ("save_on_exception", save_on_exception),
         ):
             check_choice(name, flag, (True, False))
+        if rollback is not None and not isinstance(rollback, Rollback):
+            raise SetupError(f"rollback={rollback!r} is not a Rollback.", hint="Try rollback=Rollback(patience=50).")
         if not isinstance(loss_key, str) or not loss_key:
             raise SetupError(f"loss_key={loss_key!r} is not a name in what training_step returns.")
         if monitor is not None and (not isinstance(monitor, str) or not monitor):
@@ -211,6 +219,8 @@ class ResilientCheckpoint(ModelCheckpoint):
         )
         self._every_epochs = every_n_epochs or 0
         self.loss_key = loss_key
+        self.rollback = rollback
+        self.log_metrics = log_metrics
         self._by_step = self.schedule.by_step_alone()
         self.memory = memory
         self.on_save_error = on_save_error
@@ -242,6 +252,8 @@ class ResilientCheckpoint(ModelCheckpoint):
         self._last_save: Save | None = None
         self._agreement: Agreement | None = None
         self._watch: Watch | None = None
+        self._off_since: int | None = None
+        self._to_skip = 0
         self._watched_before: Mapping[str, Any] | None = None
         self._started = Progress(0, 0.0)
         self._reasons: list[str] = []
@@ -368,8 +380,27 @@ class ResilientCheckpoint(ModelCheckpoint):
         )
         self._committed = manifests_in(self._folder, session.ranks)
         session.engine.count_from(self._committed.values())
+        session.engine.protect(self._folder, self._must_stay)
         if cold is not None:
             self._begin_replicating(session, self._folder, cold)
+
+    def _must_stay(self) -> set[str]:
+        """Names that stay in the folder, whatever its rule says."""
+        on_their_way = self._replicator.protected() if self._replicator is not None else set()
+        return {*on_their_way, *filter(None, [self._last_good()])}
+
+    def _in_use(self) -> set[str]:
+        """Names that stay in the cold tier, whatever its rule says."""
+        resumed = self._session.engine.in_use if self._session is not None else set()
+        return {*resumed, *filter(None, [self._last_good()])}
+
+    def _last_good(self) -> str | None:
+        """While the loss is off its course: the newest checkpoint from before that."""
+        if self._off_since is None:
+            return None
+        committed = dict(self._committed)  # asked for by other threads too
+        good = [name for name in newest_first(committed) if committed[name].unresumable is None]
+        return next((name for name in good if committed[name].step < self._off_since), None)
 
     def _begin_replicating(self, session: Session, folder: Folder, cold: RemoteTier) -> None:
         """Go on with what a killed run left on its way, and make sure now that the cold tier can be written."""
@@ -377,7 +408,6 @@ class ResilientCheckpoint(ModelCheckpoint):
             session.ranks, folder, cold, self.remote_keep, self.ranking, tolerant=bool(self._committed)
         )
         session.engine.count_from(replicator.known_cold())
-        session.engine.protect(folder, replicator.protected)
 
     def _agree_on_folder(self, trainer: Trainer, session: Session) -> str:
         """The folder: rank 0's, so that loggers that number their runs do not split it; or each rank's own if that
@@ -408,7 +438,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         self._started = self._now(trainer)
         self._begin_watch(self._session)
         if self._replicator is not None:
-            self._replicator.offer(self._committed, self._session.engine.in_use)
+            self._replicator.offer(self._committed, self._in_use())
         if self._session.resumed is not None:
             self._saved_at = self._position(trainer)
         self._update_best()
@@ -430,13 +460,14 @@ class ResilientCheckpoint(ModelCheckpoint):
     def _between_batches(self, epoch: int, epoch_ended: bool, at_boundary: bool) -> None:
         """Lightning is done with a batch, its validation and, where it was the last, its epoch: save if it is time."""
         session = self._session
-        if session is None or self._agreement is None:
+        if session is None or self._agreement is None or self._watch is None:
             return
         trainer, self._epoch = session.trainer, epoch
         self._hear(trainer, trainer.lightning_module)
         now = self._now(trainer)
+        self._watch.look(now)
         wish = self._wanted_by_time(now) if session.ranks.rank == 0 else None
-        answer = self._agreement.ask(wish, session.signal_to_ask(self._between_batches))
+        answer = self._agreement.ask(wish, session.signal_to_ask(self._between_batches), self._has_diverged())
         session.preemption.agree(self._agreement.signal)
         self._reasons += [answer] if answer else []
         if self._validated:
@@ -449,6 +480,9 @@ class ResilientCheckpoint(ModelCheckpoint):
         ends = not epoch_ended and session.ends_within_an_epoch()
         reasons = [reason for reason in (due, *self._reasons, END_OF_TRAINING if ends else None) if reason]
         self._validated, self._reasons = False, []
+        if self._agreement.diverged:
+            self._roll_back(trainer, self._agreement)
+            return
         if session.preempted:
             self._save_in_time(trainer, "; ".join(dict.fromkeys([*reasons, name_of(session.preemption.agreed)])))
             return
@@ -456,6 +490,8 @@ class ResilientCheckpoint(ModelCheckpoint):
             self._wait(trainer, trainer.lightning_module)
         if reasons:
             self._save(trainer, "; ".join(dict.fromkeys(reasons)), epoch)
+        if self._to_skip:
+            self._to_skip = session.skip_batches(self._to_skip)
 
     def _wanted_by_time(self, now: Progress) -> str | None:
         session, watch, agreement = self._session, self._watch, self._agreement
@@ -490,12 +526,17 @@ class ResilientCheckpoint(ModelCheckpoint):
         self._validated = True
 
     @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._watch is not None:
+            self._watch.batch_begins()
+
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Too early to save: see ``_between_batches``."""
-        if self._watch is not None:
-            self._watch.see_outputs(outputs)
+        if self._watch is not None and self._session is not None:
+            self._watch.see_outputs(outputs, self._session.engine.busy)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -513,6 +554,45 @@ class ResilientCheckpoint(ModelCheckpoint):
         worst_kept = self._committed[best[self.save_top_k - 1]].metrics[self.ranking.monitor]
         return score < worst_kept if self.mode == "min" else score > worst_kept
 
+    # -- going back ---------------------------------------------------------------------------------------------------
+
+    def _has_diverged(self) -> bool:
+        """Whether rank 0 wants the run to go back."""
+        assert self._watch is not None
+        return self.rollback is not None and self._watch.course.off_for >= self.rollback.patience
+
+    def _roll_back(self, trainer: Trainer, agreement: Agreement) -> None:
+        """Take the run back to before the loss left its course, and leave batches out.  Collective.
+
+        Raises:
+            Diverged: it was taken back as often as it may be, or there is nothing to go back to; on all ranks.
+        """
+        session, folder, watch, rule = self._session, self._folder, self._watch, self.rollback
+        assert session is not None
+        assert folder is not None
+        assert watch is not None
+        assert rule is not None
+        agreement.close()  # what is being asked is of before
+        agreement.diverged = False
+        self._wait(trainer, trainer.lightning_module)
+        self._off_since, times = session.ranks.broadcast((watch.course.off_since, watch.rollbacks))
+        name = session.ranks.broadcast(self._last_good())
+        where = f"The loss has been off its course since step {self._off_since}"
+        if name is None or times >= rule.most:
+            why = "there is no checkpoint from before that" if name is None else f"the run was taken back {times} times"
+            raise Diverged(f"{where}, and {why}.", hint="Look at the data and the learning rate; checkpoints are kept.")
+        session.roll_back(folder, name)
+        watch.went_back(times + 1)
+        if trainer.is_global_zero:
+            log.warning(
+                "event=rollback step=%d from=%s times=%d skip=%d reason=%r",
+                trainer.global_step, name, times + 1, rule.skip_batches, where,
+            )  # fmt: skip
+        self._to_skip, self._off_since = rule.skip_batches, None
+        self._saved_at = None  # a crash must not lead to what was saved meanwhile
+        self._save(trainer, f"rolled back to {name}", self._epoch)
+        self._to_skip = session.skip_batches(self._to_skip)
+
     # -- save ---------------------------------------------------------------------------------------------------------
 
     def _save(self, trainer: Trainer, reason: str, epoch: int, *, settled: bool = True) -> Save | None:
@@ -524,14 +604,21 @@ class ResilientCheckpoint(ModelCheckpoint):
             epoch: the epoch that the last batch belonged to.
             settled: whether Lightning is between two batches, rather than anywhere.
         """
-        session, folder = self._session, self._folder
+        session, folder, watch = self._session, self._folder, self._watch
         assert session is not None
         assert folder is not None
+        assert watch is not None
+        watch.look_at_all(self._now(trainer).step)
+        suspicion, off_since = watch.suspicion, watch.course.off_since
         # Ranks hear of failures at different moments, so they may differ in what they take for saved.
-        if not session.ranks.any_max(self._saved_at != self._position(trainer))[0]:
+        unsaved, suspect, off_since = session.ranks.any_max(
+            self._saved_at != self._position(trainer), bool(suspicion), -1 if off_since is None else off_since
+        )
+        if not unsaved:
             return None
         self._stop_after_failures()
-        marks = self._watch.marks() if self._watch is not None else {}
+        self._off_since = off_since if off_since >= 0 else None
+        marks = watch.marks() if not suspect else {}
         save = session.save(
             folder,
             self._name(trainer, epoch),
@@ -542,10 +629,12 @@ class ResilientCheckpoint(ModelCheckpoint):
             weights_only=self.save_weights_only,
             replace=not self._enable_version_counter,
             labels=tuple(marks),
+            suspicion=(suspicion or "the loss of another rank is not finite") if suspect else "",
         )
-        if save is not None:
-            if self._watch is not None:
-                self._watch.started()
+        if save is None:
+            watch.telemetry.skipped += 1
+        else:
+            watch.started()
             self._saved_at = self._position(trainer)
             self._started = self._now(trainer)
         return save
@@ -591,12 +680,14 @@ class ResilientCheckpoint(ModelCheckpoint):
             if error is not None:
                 self._saved_at = None
                 self._last_error = str(error)
+                if self._watch is not None:
+                    self._watch.telemetry.failures += 1
                 rank_zero_warn(f"{error} Earlier checkpoints are untouched.")
                 continue
             if trainer.is_global_zero:
                 log_save(save)
             if self._watch is not None:
-                self._watch.committed(save, self._now(trainer))
+                self._tell_loggers(trainer, self._watch.committed(save, self._now(trainer)))
             self._note(trainer, pl_module, save.committed.result())
             self._session.engine.tidy(save)
             self._last_save = save
@@ -606,9 +697,18 @@ class ResilientCheckpoint(ModelCheckpoint):
         """Take note of the checkpoints that the cold tier has got since the last batch."""
         copies = self._replicator.poll() if self._replicator is not None else []
         for copy in copies:
+            if self._watch is not None and self._replicator is not None:
+                backlog = len(self._replicator.pending())
+                self._tell_loggers(trainer, self._watch.replicated(copy.seconds, copy.bytes, copy.lag, backlog))
             self.on_checkpoint_replicated(trainer, pl_module, copy)
         if copies and self._last_save is not None and self._session is not None:
             self._session.engine.tidy(self._last_save)  # what was kept only because it was on its way may go
+
+    def _tell_loggers(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        """What checkpoints cost, in the Trainer's loggers."""
+        if self.log_metrics and trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.log_metrics(dict(metrics), step=trainer.global_step)
 
     def _note(self, trainer: Trainer, pl_module: LightningModule, checkpoint: Committed) -> None:
         """Now that it exists: tell loggers and subclasses."""
@@ -623,7 +723,7 @@ class ResilientCheckpoint(ModelCheckpoint):
             )
         assert self._session is not None
         if self._replicator is not None:
-            self._replicator.offer(self._committed, self._session.engine.in_use)
+            self._replicator.offer(self._committed, self._in_use())
         assert self._folder is not None
         must_stay = self._session.engine.must_stay(self._folder)
         for verdict in judge(self._committed, self.keep, self.ranking, must_stay):
@@ -672,6 +772,8 @@ class ResilientCheckpoint(ModelCheckpoint):
         self._save_and_wait(trainer, END_OF_TRAINING)
         if self._watch is not None:
             self._watch.end()
+            if trainer.is_global_zero:
+                log.info("event=summary step=%d %s", trainer.global_step, self._watch.summary())
 
     def _save_and_wait(self, trainer: Trainer, reason: str, deadline: float = math.inf) -> None:
         """Save the step that training is at, unless it is, and wait until it is committed."""
@@ -720,7 +822,7 @@ class ResilientCheckpoint(ModelCheckpoint):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._session is not None:
             if self._replicator is not None:
-                self._replicator.offer(self._committed, self._session.engine.in_use)
+                self._replicator.offer(self._committed, self._in_use())
             self._replicate_in_time()
             session = self._session
             self._session = self._agreement = self._replicator = self._watch = None

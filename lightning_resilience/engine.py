@@ -135,6 +135,7 @@ class Save:
     committed: Future[Committed] = field(default_factory=Future)
     began: float = field(default_factory=time.perf_counter)
     stall: float = 0.0
+    stage: float = 0.0
     persist: float = 0.0
 
     def wait(self, seconds: float | None = None) -> Committed:
@@ -352,7 +353,9 @@ class Engine:
             self._replan(prepared, snapshot)
         assert self._plan is not None
         slot = self._plan.next_slot()
+        begin = time.perf_counter()
         slot.fill(prepared.flat, prepared.objects or dump_objects(self._plan.layout, prepared.flat) or {})
+        job.save.stage = time.perf_counter() - begin
         rank = self.ranks.rank
         job.parameters = slot.tensors(self._plan.trained)
         job.files |= {file: slot.view()[where] for file, where in self._plan.layout.files(rank).items()}

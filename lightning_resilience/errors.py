@@ -67,6 +67,10 @@ class CrashLoop(ResilienceError, RuntimeError):
     """Starts from the newest checkpoint, and from the one before it, crash again and again: one more is of no use."""
 
 
+class Diverged(ResilienceError, RuntimeError):
+    """The loss left its course for good: as often as allowed, or with no good checkpoint to go back to."""
+
+
 class SaveFailed(ResilienceError, RuntimeError):
     """A save did not become a checkpoint.
 

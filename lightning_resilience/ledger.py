@@ -10,7 +10,8 @@
            still.  After a commit also ``stall`` and ``commit``, the seconds it cost and took.
 ``end``    how it ended: ``clean``, ``interrupted`` (by the user), ``preempted`` or ``exception``; ``seconds`` and
            ``stalled`` as above.  A life without an end was killed.
-``past``   lives that were folded into one line: their number, ``failures``, ``seconds``, ``stalled``.
+``past``   lives that were folded into one line: their number, when the first ``began``, ``failures``, ``seconds``,
+           ``stalled``.
 =========  ===========================================================================================================
 
 Rank 0 alone writes it, in a thread of its own: no step waits for it, and a ledger that cannot be written is mentioned
@@ -86,6 +87,17 @@ class Life:
         """Seconds of them in which saves kept training still."""
         return max((_number(line.get("stalled")) for line in self.lines), default=0.0)
 
+    @property
+    def began(self) -> float:
+        """When it began, in seconds since 1970."""
+        return min((_number(line.get("time")) for line in self.lines), default=0.0)
+
+    @property
+    def reached(self) -> tuple[int, int]:
+        """The step it began with, and the last that is known of."""
+        steps = [int(_number(line.get("step"))) for line in self.lines]
+        return (steps[0], max(steps)) if steps else (0, 0)
+
 
 @dataclass(frozen=True)
 class History:
@@ -93,6 +105,16 @@ class History:
 
     failures: int = 0
     seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Folded:
+    """Lives that were folded into one line: how many ``lives``, when the first ``began``, and seconds that were
+    ``useful``, as far as is known."""
+
+    lives: int = 0
+    began: float = 0.0
+    useful: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -105,6 +127,13 @@ class Record:
     @property
     def empty(self) -> bool:
         return not self.lives and not self.others
+
+    @property
+    def folded(self) -> Folded:
+        """The lives that have no lines of their own any more."""
+        line = next((line for line in self.others if line.get("event") == PAST), {})
+        useful = _number(line.get("seconds")) - _number(line.get("stalled"))
+        return Folded(int(_number(line.get("lives"))), _number(line.get("began")), max(useful, 0.0))
 
     def history(self, without: str = "") -> History:
         """Failures and training seconds of all lives but the one that still goes on."""
@@ -163,9 +192,13 @@ def understood(content: bytes) -> Record:
 def in_order(record: Record) -> bytes:
     """A ledger that says the same in fewer lines: of each life what it said last, the oldest lives in one sum."""
     old, young = record.lives[:-LIVES_KEPT], record.lives[-LIVES_KEPT:]
-    history = Record(old, [line for line in record.others if line.get("event") == PAST]).history()
+    folded = [line for line in record.others if line.get("event") == PAST]
+    history = Record(old, folded).history()
     past = {
         "event": PAST,
+        "began": min(
+            [life.began for life in old] + [_number(line["began"]) for line in folded if "began" in line], default=0.0
+        ),
         "lives": len(old) + sum(int(_number(line.get("lives"))) for line in record.others),
         "failures": history.failures,
         "seconds": history.seconds,
@@ -206,7 +239,9 @@ class Ledger:
         found = self._read()
         self.carried = carried if found.empty else History()
         self.history = self.carried if found.empty else found.history()
-        """Lives before this one."""
+        """What the lives before this one say of the failure rate."""
+        self.before = found
+        """The lives before this one."""
 
     def _read(self) -> Record:
         try:

@@ -66,6 +66,11 @@ class LossStream:
         event.record(torch.cuda.current_stream(loss.device))
         self._under_way.append((slot, event))
 
+    @property
+    def under_way(self) -> int:
+        """How many losses have not arrived yet."""
+        return len(self._under_way) + len(self._here)
+
     def take(self, now: float) -> list[float]:
         """The losses that have arrived since the last call, from old to new, or none yet.
 

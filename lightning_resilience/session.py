@@ -6,6 +6,7 @@ A session lives from a callback's ``setup`` to its ``teardown`` (or ``on_excepti
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import os
@@ -320,6 +321,7 @@ class Session:
         weights_only: bool = False,
         replace: bool = False,
         labels: tuple[str, ...] = (),
+        suspicion: str = "",
     ) -> Save | None:
         """Start a save of the Trainer's state as it is now; None where one is under way.
 
@@ -333,8 +335,9 @@ class Session:
             weights_only: leave out all but the weights.
             replace: whether a checkpoint of that name gives way.
             labels: for the manifest; rank 0's count.
+            suspicion: why it is not to be resumed from, if it is not; rank 0's counts.
         """
-        facts = self._facts(reason, epoch, metrics, weights_only, labels)
+        facts = dataclasses.replace(self._facts(reason, epoch, metrics, weights_only, labels), suspicion=suspicion)
 
         def capture() -> Snapshot:
             return self._snapshot(self._doorway.dump_checkpoint(weights_only), settled)
@@ -676,6 +679,10 @@ class Session:
                 self.engine.in_use.add(source.name)
             self._doorway.before_training(self._restore_the_rest)
             self._read_rank_state(source)
+
+    def skip_batches(self, count: int) -> int:
+        """Leave out training batches of this epoch, its last one excepted; how many of ``count`` are left to do."""
+        return self._doorway.skip_batches(count)
 
     def roll_back(self, folder: Folder, name: str) -> None:
         """Take parameters, optimizers, schedulers and callbacks back to a checkpoint in the middle of training; the

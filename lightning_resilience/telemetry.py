@@ -10,11 +10,12 @@ time a run was down, nor what saves kept it still, nor the steps that were done 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
 from lightning_resilience.console import human_size
+from lightning_resilience.ledger import Record
 
 PREFIX = "resilience/"
 """Of every name that loggers see."""
@@ -173,29 +174,19 @@ def _prefixed(metrics: Mapping[str, float]) -> dict[str, float]:
     return {f"{PREFIX}{name}": value for name, value in metrics.items()}
 
 
-@dataclass(frozen=True)
-class Span:
-    """One life as a ledger has it: ``began`` and ``first`` and ``last`` step, and the ``seconds`` it trained, in
-    ``stalled`` of which saves kept it still."""
-
-    began: float
-    first: int
-    last: int
-    seconds: float
-    stalled: float
-
-
-def before(lives: Sequence[Span], resumed_at: int) -> Before | None:
-    """What lives so far add up to, for one that goes on from step ``resumed_at``; None where there were none.
+def before(record: Record, resumed_at: int) -> Before | None:
+    """What the lives of a ledger add up to, for one that goes on from step ``resumed_at``; None where there are none.
 
     What a life did beyond the earliest step that a later one began with was done again.
     """
-    if not lives:
+    if record.empty:
         return None
     useful, goes_on_at = 0.0, resumed_at
-    for life in reversed(lives):
-        done = life.last - life.first
-        lasted = min(max(goes_on_at - life.first, 0), done)
-        useful += max(life.seconds - life.stalled, 0.0) * (lasted / done if done > 0 else 0.0)
-        goes_on_at = min(goes_on_at, life.first)
-    return Before(min(life.began for life in lives), useful, len(lives))
+    for life in reversed(record.lives):
+        first, last = life.reached
+        lasted = min(max(goes_on_at - first, 0), last - first)
+        useful += max(life.seconds - life.stalled, 0.0) * (lasted / (last - first) if last > first else 0.0)
+        goes_on_at = min(goes_on_at, first)
+    folded = record.folded
+    began = [life.began for life in record.lives] + ([folded.began] if folded.lives else [])
+    return Before(min(began), useful + folded.useful, len(record.lives) + folded.lives)

@@ -1,21 +1,27 @@
-"""What rank 0 watches during a fit: the loss, what saves cost, and failures; the schedule decides by it.
+"""What is watched during a fit: the loss, what saves cost, and failures.
+
+The schedule decides by it, a loss that leaves its course is noticed, and people are told in numbers.
 
 Everything here is called from the training thread, between two batches, and waits for nothing: losses come from the
-device when they come, and the ledger is written elsewhere.  On the other ranks nothing is watched, because what rank 0
-wishes is agreed on by all.
+device when they come, and the ledger is written elsewhere.  What rank 0 makes of it is agreed on by all; the other
+ranks only look whether their losses are finite.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning_resilience.divergence import Course
 from lightning_resilience.engine import Save
 from lightning_resilience.ledger import CLEAN, History, Ledger
 from lightning_resilience.losses import LossStream
+from lightning_resilience.manifest import HEALTHY
 from lightning_resilience.schedule import Progress, Schedule
+from lightning_resilience.telemetry import Cost, Telemetry, before
 
 END_OF_TRAINING = "end of training"
 """Why a run's last checkpoint was saved."""
@@ -26,16 +32,23 @@ class Watch:
 
     Args:
         schedule: what rank 0 decides; None where it has nothing to decide.
-        rank: this rank; all but 0 watch nothing.
+        rank: this rank; all but 0 decide nothing.
         loss_key: name of the loss in what ``training_step`` returns.
     """
 
     def __init__(self, schedule: Schedule | None, rank: int, loss_key: str) -> None:
         self._decider = schedule.decider() if schedule is not None and rank == 0 else None
-        self._losses = LossStream(loss_key) if self._decider is not None and self._decider.wants_losses else None
+        self._losses = LossStream(loss_key)
+        self._loss = 0.0
         self._rank = rank
         self._ledger: Ledger | None = None
         self._step = 0
+        self._batch_began = 0.0
+        self._safe = Progress(0, time.monotonic())  # what a crash would not lose
+        self.course = Course()
+        self.rollbacks = 0
+        """How often this run was taken back."""
+        self.telemetry = Telemetry(None, time.time())
 
     def begin(
         self,
@@ -55,6 +68,7 @@ class Watch:
             ended: whether that was a run's last, so that nothing failed since.
             run: id of the run.
         """
+        self._safe = now
         if self._rank != 0:
             return
         carried = None
@@ -64,51 +78,98 @@ class Watch:
         self._step = now.step
         self._ledger = Ledger(folder, carried)
         self._ledger.start(now.seconds, now.step, run=run)
+        self.telemetry = Telemetry(before(self._ledger.before, now.step), time.time())
+        if saved is not None:
+            self.course.restore(saved.get("course", {}))
+            self.rollbacks = saved.get("rollbacks", 0)
         if self._decider is not None:
             if saved is not None:
                 self._decider.restore(saved.get("schedule", {}))
                 self._decider.see_start()
             self._decider.see_failures(self._ledger.history.failures, self._ledger.history.seconds)
 
-    def see_outputs(self, outputs: Any) -> None:
-        """A batch was trained on; ``outputs`` as Lightning gives them to ``on_train_batch_end``."""
-        if self._losses is not None:
-            self._losses.put(outputs)
+    def batch_begins(self) -> None:
+        """A batch is about to be trained on."""
+        self._batch_began = time.perf_counter()
 
-    def wish(self, now: Progress, last: Progress, ahead: int) -> str | None:
-        """Why a save is due, or None; see ``Decider.decide``."""
+    def see_outputs(self, outputs: Any, saving: bool) -> None:
+        """A batch was trained on, while a save was under way or not; ``outputs`` as Lightning gives them to
+        ``on_train_batch_end``."""
+        self._losses.put(outputs)
+        self.telemetry.step(time.perf_counter() - self._batch_began, saving)
+
+    def look(self, now: Progress) -> None:
+        """Take in the losses that have arrived.  Once a batch."""
+        self._see(self._losses.take(now.seconds), now.step)
         if self._ledger is not None:
             self._step = now.step
             self._ledger.beat(now.seconds, now.step)
-        if self._decider is None:
-            return None
-        if self._losses is not None:
-            for loss in self._losses.take(now.seconds):
+
+    def look_at_all(self, step: int) -> None:
+        """Take in the losses up to now.  Waits for those that are under way, as a save does anyway."""
+        self._see(self._losses.take_all(), step)
+
+    def _see(self, losses: Sequence[float], step: int) -> None:
+        if not losses:
+            return
+        self._loss = losses[-1]
+        if self._rank != 0:
+            return
+        # The last one is of the batch that made this step, and each before it of a step before, at the latest.
+        first = step - self._losses.under_way - len(losses)
+        for place, loss in enumerate(losses):
+            self.course.see(loss, max(first + place, 0))
+            if self._decider is not None:
                 self._decider.see_loss(loss)
-        decision = self._decider.decide(now, last, ahead)
+
+    @property
+    def suspicion(self) -> str:
+        """Why a checkpoint of this moment would be suspect; empty where it would not."""
+        return "" if math.isfinite(self._loss) else f"the loss is {self._loss}"
+
+    def wish(self, now: Progress, last: Progress, ahead: int) -> str | None:
+        """Why a save is due, or None; see ``Decider.decide``."""
+        decision = self._decider.decide(now, last, ahead) if self._decider is not None else None
         return decision.reason if decision is not None else None
 
     def marks(self) -> Mapping[str, str]:
-        """Labels for a checkpoint of this moment, and why.  Waits for the losses up to now, as a save does anyway."""
-        if self._decider is None:
-            return {}
-        if self._losses is not None:
-            for loss in self._losses.take_all():
-                self._decider.see_loss(loss)
-        return self._decider.marks()
+        """Labels for a checkpoint of this moment, and why."""
+        return self._decider.marks() if self._decider is not None else {}
 
     def started(self) -> None:
         """A save was started with the ``marks`` of this moment."""
         if self._decider is not None:
             self._decider.see_start()
 
-    def committed(self, save: Save, now: Progress) -> None:
-        """A save was committed."""
+    def committed(self, save: Save, now: Progress) -> dict[str, float]:
+        """A save was committed; what it cost, for loggers."""
+        manifest = save.committed.result().manifest
+        cost = Cost(save.stall, save.stage, save.persist, manifest.size)
+        healthy = manifest.health == HEALTHY
+        self.telemetry.committed(cost, healthy)
         seconds = save.stall + save.persist
         if self._decider is not None:
             self._decider.see_save(save.stall, seconds)
         if self._ledger is not None:
             self._ledger.commit(now.seconds, now.step, save.stall, seconds)
+        at_risk = (now.seconds - self._safe.seconds, now.step - self._safe.step)
+        self._safe = Progress(save.step, now.seconds - seconds)
+        return self.telemetry.of_commit(cost, healthy, time.time(), at_risk)
+
+    def replicated(self, seconds: float, sent: int, lag: float, backlog: int) -> dict[str, float]:
+        """A checkpoint got into the cold tier; for loggers."""
+        self.telemetry.replicated(seconds, sent, lag)
+        return self.telemetry.of_copy(seconds, sent, lag, backlog)
+
+    def went_back(self, times: int) -> None:
+        """The run was taken back to before a spike, so often by now."""
+        self.rollbacks = times
+        self.course.forget_spike()
+        self._loss = 0.0
+
+    def summary(self) -> str:
+        """One line for the end of the fit."""
+        return self.telemetry.summary(time.time())
 
     def end(self, how: str = CLEAN) -> None:
         """Training ended; see ``ledger`` for the words."""
@@ -121,4 +182,9 @@ class Watch:
             return {}
         history = self._ledger.known(time.monotonic())
         schedule = self._decider.state() if self._decider is not None else {}
-        return {"history": [history.failures, history.seconds], "schedule": schedule}
+        return {
+            "history": [history.failures, history.seconds],
+            "schedule": schedule,
+            "course": self.course.state(),
+            "rollbacks": self.rollbacks,
+        }

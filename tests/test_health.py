@@ -70,7 +70,7 @@ def test_run_goes_on_from_the_newest_that_is_sound(tmp_path: Path, caplog: pytes
     assert {step: manifest.health for step, manifest in found.items()} == {
         4: "healthy", 6: "suspect", 8: "suspect"
     }  # fmt: skip
-    assert found[8].extra["suspicion"] == "model.net.0.weight is not finite"
+    assert found[8].extra["suspicion"] == "the loss is nan; model.net.0.weight is not finite"
     assert "it is kept, and not resumed from" in caplog.text
     assert os.readlink(tmp_path / "run" / "last.ckpt").endswith("step=4.ckpt")
     assert callback.last_model_path.endswith("step=4.ckpt")

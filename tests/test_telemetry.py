@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_resilience.telemetry import Before, Cost, Span, Telemetry, before
+from lightning_resilience.ledger import Life, Record
+from lightning_resilience.telemetry import Before, Cost, Telemetry, before
+
+
+def life(began: float, first: int, last: int, seconds: float, stalled: float = 0.0) -> Life:
+    """One life as a ledger has it."""
+    end = {"event": "end", "time": began + seconds, "step": last, "seconds": seconds, "stalled": stalled}
+    return Life("x", [{"event": "start", "time": began, "step": first}, end])
+
 
 COST = Cost(stall=0.5, stage=0.2, persist=4.0, bytes=8 * 10**9)
 
@@ -18,8 +26,8 @@ def test_a_run_without_a_life_before_it_is_useful_but_for_its_stalls() -> None:
 
 
 def test_goodput_counts_the_time_that_a_run_was_down_and_the_steps_that_were_done_again() -> None:
-    lives = [Span(0.0, 0, 100, 100.0, 0.0), Span(120.0, 80, 180, 110.0, 10.0)]
-    known = before(lives, resumed_at=130)
+    lives = [life(0.0, 0, 100, 100.0, 0.0), life(120.0, 80, 180, 110.0, 10.0)]
+    known = before(Record(lives), resumed_at=130)
     assert known == Before(0.0, 80.0 + 50.0, 2)
     told = Telemetry(known, now=250.0)
     assert told.goodput(300.0) == pytest.approx((130 + 50) / 300)
@@ -29,22 +37,27 @@ def test_goodput_counts_the_time_that_a_run_was_down_and_the_steps_that_were_don
 @pytest.mark.parametrize(
     ("lives", "resumed_at", "useful"),
     [
-        ([Span(0, 0, 100, 100, 0)], 100, 100),
-        ([Span(0, 0, 100, 100, 0)], 0, 0),
-        ([Span(0, 0, 0, 30, 0)], 0, 0),  # it crashed before its first step
-        ([Span(0, 0, 100, 100, 0), Span(0, 90, 95, 5, 0)], 80, 80),  # back beyond the life before
-        ([Span(0, 0, 100, 100, 0), Span(0, 0, 50, 50, 0)], 50, 50),  # begun anew
-        ([Span(0, 0, 100, 10, 20)], 100, 0),
+        ([life(0, 0, 100, 100, 0)], 100, 100),
+        ([life(0, 0, 100, 100, 0)], 0, 0),
+        ([life(0, 0, 0, 30, 0)], 0, 0),  # it crashed before its first step
+        ([life(0, 0, 100, 100, 0), life(0, 90, 95, 5, 0)], 80, 80),  # back beyond the life before
+        ([life(0, 0, 100, 100, 0), life(0, 0, 50, 50, 0)], 50, 50),  # begun anew
+        ([life(0, 0, 100, 10, 20)], 100, 0),
     ],
 )
-def test_what_lasted_of_each_life(lives: list[Span], resumed_at: int, useful: float) -> None:
-    known = before(lives, resumed_at)
+def test_what_lasted_of_each_life(lives: list[Life], resumed_at: int, useful: float) -> None:
+    known = before(Record(lives), resumed_at)
     assert known is not None
     assert known.useful == pytest.approx(useful)
 
 
+def test_lives_that_were_folded_into_one_line_count() -> None:
+    past = {"event": "past", "began": 10.0, "lives": 7, "seconds": 500.0, "stalled": 20.0}
+    assert before(Record([life(2000, 50, 60, 10)], [past]), 60) == Before(10.0, 490.0, 8)
+
+
 def test_no_lives_are_no_past() -> None:
-    assert before([], 0) is None
+    assert before(Record(), 0) is None
 
 
 def test_slowdown_is_told_once_there_are_steps_of_both_kinds_and_outliers_do_not_count() -> None:
