@@ -21,7 +21,7 @@ OFF = 6.0
 BACK = 3.0
 """Usual deviations above its level below which it is back."""
 IN_A_ROW = 4
-"""Losses that are off course one after another before it counts: single outliers are a matter of the data."""
+"""Losses that are off course, or back, one after another before it counts: single ones are a matter of the data."""
 SETTLES = 10
 """Windows after which a loss that stays elsewhere has a new course."""
 
@@ -41,7 +41,7 @@ class Course:
         self._level = 0.0
         self._deviation = 0.0
         self._off = 0  # losses off course, one after another
-        self._back = 0  # losses that are back, one after another
+        self._back = 0  # losses that are back, less those that were not since
         self._since: int | None = None  # the step since which it is off course
         self._lasts = 0  # losses since then
 
@@ -52,8 +52,8 @@ class Course:
 
     @property
     def off_for(self) -> int:
-        """How many losses ago it left its course, while it has not come back at all since."""
-        return self._lasts if self._since is not None and self._back == 0 else 0
+        """How many losses ago it left its course, while it is not on its way back."""
+        return self._lasts if self._since is not None and self._back < IN_A_ROW else 0
 
     def see(self, loss: float, step: int) -> None:
         """The loss of the batch after ``step`` optimizer steps."""
@@ -68,7 +68,8 @@ class Course:
             return
         self._lasts += 1
         is_back = finite and (self._seen < self.window or loss - self._level <= BACK * self._deviation)
-        self._back = self._back + 1 if is_back else 0
+        # Losses scatter: one that is not back takes away a tenth of a window, not all that were.
+        self._back = self._back + 1 if is_back else max(self._back - self.window // 10, 0)
         if self._back >= self.window:
             self._since, self._off = None, 0
         elif finite and self._lasts >= SETTLES * self.window:

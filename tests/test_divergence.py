@@ -60,7 +60,9 @@ def test_how_long_it_lasts_is_counted_while_it_is_not_back() -> None:
     losses = falling(600)
     course, _ = follow(losses + [loss + 5 for loss in losses[-20:]])
     assert course.off_for == 20
-    course.see(losses[-1], 620)
+    follow(losses[-3:], course, 620)
+    assert course.off_for == 23
+    course.see(losses[-1], 623)
     assert course.off_for == 0
     assert course.off_since == 603
 

@@ -1,0 +1,238 @@
+"""A run whose loss leaves its course: what it keeps, what it calls suspect, and how it goes back."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers.logger import Logger
+
+from forks import run_forks
+from lightning_resilience import Diverged, EverySteps, Keep, ResilientCheckpoint, Rollback
+from support import TinyModel, committed, data, make_trainer, settle, strategy
+
+WINDOW = 100
+"""Losses that a course is made of."""
+
+
+class Poisoned(TinyModel):
+    """Some batches make its loss huge, and its weights with it; from ``at`` to before ``until``, counted in batches, or
+    until the run goes back."""
+
+    def __init__(self, at: int, until: int = 10**6, scale: float = 1e3, heals: bool = False) -> None:
+        super().__init__(lr=0.003)
+        self.at, self.until, self.scale, self.heals = at, until, scale, heals
+        self.batches: list[int] = []
+        self.steps: list[int] = []
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        number = int(batch[2][0]) // len(batch[2])
+        self.batches.append(number)
+        if self.heals and self.global_step < max(self.steps, default=0):
+            self.at = self.until
+        self.steps.append(self.global_step)
+        loss = super().training_step(batch[:2], batch_idx)
+        return loss * self.scale if self.at <= number < self.until else loss
+
+
+def numbered(samples: int) -> torch.utils.data.DataLoader[Any]:
+    """Samples in order, each with its number."""
+    plain = data(samples).dataset
+    assert isinstance(plain, torch.utils.data.TensorDataset)
+    return torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(*plain.tensors, torch.arange(samples)), batch_size=4
+    )
+
+
+class Remembers(Logger):
+    """A logger that keeps what it hears of checkpoints."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[int | None, dict[str, float]]] = []
+
+    name = version = "remembers"
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        mine = {key: value for key, value in metrics.items() if key.startswith("resilience/")}
+        self.heard += [(step, mine)] if mine else []
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def train(root: Path, model: L.LightningModule, batches: int = 300, **kwargs: Any) -> L.Trainer:
+    kwargs.setdefault("schedule", EverySteps(10))
+    trainer_arguments = {
+        name: kwargs.pop(name) for name in ("strategy", "devices", "logger", "log_every_n_steps") if name in kwargs
+    }
+    callback = ResilientCheckpoint(root / "run", **kwargs)
+    trainer = make_trainer(root, callback, settle(), max_epochs=1, **trainer_arguments)
+    ckpt_path = "last" if (root / "run").exists() else None
+    trainer.fit(model, numbered(4 * batches), ckpt_path=ckpt_path)
+    return trainer
+
+
+def test_checkpoint_from_before_a_spike_stays_until_it_is_over(tmp_path: Path) -> None:
+    kept: dict[int, list[int]] = {}
+
+    class Looks(ResilientCheckpoint):
+        def on_checkpoint_committed(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+            kept[checkpoint.manifest.step] = sorted(one.step for one in self._committed.values())
+
+    model = Poisoned(155, 170)
+    callback = Looks(tmp_path / "run", schedule=EverySteps(10), keep=Keep(last=1))
+    make_trainer(tmp_path, callback, settle(), max_epochs=1).fit(model, numbered(4 * 600))
+    assert kept[150] == [150]
+    for step in range(180, 250, 10):
+        assert kept[step] == [150, step]
+    assert kept[600] == [600]
+
+
+def test_loss_that_is_not_finite_makes_a_checkpoint_suspect_though_the_weights_are_sound(tmp_path: Path) -> None:
+    class Skips(TinyModel):
+        """As a model does that leaves such batches out."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch[:2], batch_idx)
+            return {"loss": loss, "seen": torch.tensor(float("inf"))} if self.global_step == 19 else {
+                "loss": loss, "seen": loss.detach()
+            }  # fmt: skip
+
+    train(tmp_path, Skips(), 40, loss_key="seen", keep=Keep(last=-1))
+    health = {
+        manifest.step: (manifest.health, manifest.extra.get("suspicion")) for manifest in committed(tmp_path / "run")
+    }
+    assert health[20] == ("suspect", "the loss is inf")
+    assert {health[step][0] for step in (10, 30, 40)} == {"healthy"}
+
+
+def test_run_goes_back_and_leaves_out_what_made_it_diverge(tmp_path: Path) -> None:
+    model = Poisoned(155, 400)  # all the rest of the batches that come before the run goes back
+    model.until = 185
+    trainer = train(tmp_path, model, rollback=Rollback(patience=20, skip_batches=7), keep=Keep(last=-1))
+    back = next(place for place in range(1, len(model.steps)) if model.steps[place] < model.steps[place - 1])
+    assert model.steps[back] == 150  # the newest from before step 155
+    assert model.batches[back] == model.batches[back - 1] + 1 + 7
+    assert model.batches[back - 1] >= 155 + 20 - 1
+    assert model.batches == [*range(model.batches[back - 1] + 1), *range(model.batches[back], 300)]
+    assert trainer.global_step == 150 + 300 - model.batches[back]
+    newest = max(committed(tmp_path / "run"), key=lambda one: one.sequence)
+    assert newest.step == trainer.global_step
+    again = [one for one in committed(tmp_path / "run") if one.step == 150]
+    assert sorted(one.reason for one in again) == ["every 10 steps", "rolled back to epoch=0-step=150.ckpt"]
+
+
+def test_weights_moments_and_rate_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    seen: dict[int, dict[str, torch.Tensor]] = {}
+
+    class Scheduled(Poisoned):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.003)
+            return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.5), "interval": "step"}]
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            state = {name: value.clone() for name, value in self.state_dict().items()}
+            optimizer = self.optimizers().optimizer  # type: ignore[union-attr]
+            for number, entry in optimizer.state_dict()["state"].items():
+                state |= {f"{number}.{key}": value.clone() for key, value in entry.items()}
+            state["lr"] = torch.tensor(optimizer.param_groups[0]["lr"])
+            key = self.global_step if self.global_step not in seen else -self.global_step
+            seen[key] = state
+
+    train(tmp_path, Scheduled(155, 185), rollback=Rollback(patience=20))
+    assert seen[-150].keys() == seen[150].keys()
+    for name, value in seen[150].items():
+        assert torch.equal(seen[-150][name], value), name
+
+
+def test_run_that_goes_on_diverging_stops_clearly_after_so_many_times_also_across_restarts(tmp_path: Path) -> None:
+    with pytest.raises(Diverged, match=r"since step 15\d, and the run was taken back 2 times"):
+        train(tmp_path, Poisoned(155), 600, rollback=Rollback(patience=10, most=2))
+    newest = max(committed(tmp_path / "run"), key=lambda one: one.sequence)
+    assert newest.reason != "end of training"
+    with pytest.raises(Diverged, match="taken back 2 times"):
+        train(tmp_path, Poisoned(155), 600, rollback=Rollback(patience=10, most=2))
+
+
+def test_run_without_a_good_checkpoint_stops_clearly(tmp_path: Path) -> None:
+    with pytest.raises(Diverged, match="no checkpoint from before"):
+        train(tmp_path, Poisoned(3, scale=float("nan")), rollback=Rollback(patience=5))
+
+
+def test_run_goes_on_exactly_after_it_went_back(tmp_path: Path) -> None:
+    whole = Poisoned(155, 185)
+    train(tmp_path / "whole", whole, rollback=Rollback(patience=20, skip_batches=5))
+    first, second = Poisoned(155, 185), Poisoned(155, 185)
+
+    class Stops(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if int(batch[2][0]) // 4 == 232:
+                raise RuntimeError("stop")
+
+    callback = ResilientCheckpoint(
+        tmp_path / "cut" / "run", schedule=EverySteps(10), rollback=Rollback(patience=20, skip_batches=5)
+    )
+    with pytest.raises(RuntimeError, match="stop"):
+        make_trainer(tmp_path, callback, settle(), Stops(), max_epochs=1).fit(first, numbered(1200))
+    train(tmp_path / "cut", second, rollback=Rollback(patience=20, skip_batches=5))
+    began = whole.batches.index(second.batches[0])
+    assert second.batches == whole.batches[began:]
+    assert second.history == whole.history[began:]
+
+
+def on_ranks(root: Path, name: str) -> tuple[list[int], list[int]]:
+    ranks = int(os.environ["WORLD_SIZE"])
+    model = Poisoned(400, heals=True)
+    train(
+        root,
+        model,
+        1200,
+        rollback=Rollback(patience=10, skip_batches=3),
+        strategy=strategy(name, ranks),
+        devices=ranks,
+        keep=Keep(last=-1),
+    )
+    return model.steps, [int(step) for step in model.batches]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp2"])
+def test_ranks_go_back_together(tmp_path: Path, name: str) -> None:
+    (steps, _), (others, _) = run_forks(on_ranks, tmp_path, name, world_size=2)
+    assert steps == others
+    back = next(place for place in range(1, len(steps)) if steps[place] < steps[place - 1])
+    assert steps[back] % 10 == 0
+    assert 0 < steps[back] <= 200
+    assert steps[back - 1] >= 210
+
+
+def test_loggers_hear_of_each_commit(tmp_path: Path) -> None:
+    logger = Remembers()
+    train(tmp_path, TinyBatches(), 30, logger=logger, log_every_n_steps=1)
+    assert [metrics["resilience/health"] for _, metrics in logger.heard] == [1.0] * 3
+    for step, metrics in logger.heard:
+        assert step is not None
+        assert metrics["resilience/bytes"] > 1000
+        assert metrics["resilience/stall_seconds"] >= metrics["resilience/stage_seconds"] > 0
+        assert 0 < metrics["resilience/goodput"] <= 1
+        assert metrics["resilience/at_risk_steps"] >= 10
+    quiet = Remembers()
+    train(tmp_path / "quiet", TinyBatches(), 30, logger=quiet, log_metrics=False, log_every_n_steps=1)
+    assert quiet.heard == []
+
+
+class TinyBatches(TinyModel):
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch[:2], batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "named"), [({"rollback": True}, "rollback=True"), ({"log_metrics": 1}, "log_metrics=1")]
+)
+def test_arguments_that_cannot_be_meant_are_refused(kwargs: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        ResilientCheckpoint(**kwargs)
