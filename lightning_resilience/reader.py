@@ -154,7 +154,8 @@ class CheckpointReader(StorageReader):
 
         Args:
             part: first component of the keys, e.g. ``optimizer_0``.
-            allocate: makes the tensor that an entry is read into, from its path below ``part`` and its metadata.
+            allocate: makes the tensor that an entry is read into, from its path below ``part`` and its metadata; None
+                leaves it out.
         """
         tree: dict[str, Any] = {}
         targets: dict[str, Any] = {}
@@ -165,7 +166,10 @@ class CheckpointReader(StorageReader):
             if isinstance(entry, BytesStorageMetadata):
                 value = self.read_object(key)
             else:
-                value = targets[key] = allocate(path[1:], entry)
+                value = allocate(path[1:], entry)
+                if value is None:
+                    continue
+                targets[key] = value
             set_element(tree, path, value)
         self.read_into(targets)
         return tree.get(part, {})

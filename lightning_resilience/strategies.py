@@ -476,11 +476,13 @@ def load_named_optimizer(module: torch.nn.Module, reader: CheckpointReader, inde
     by_name = {name: parameter for parameter, name in names.items()}
     in_order = list(names.values())
 
-    def allocate(path: tuple[str | int, ...], entry: TensorStorageMetadata) -> Tensor:
+    parameters = {canonical(name) for name, _ in module.named_parameters()}
+
+    def allocate(path: tuple[str | int, ...], entry: TensorStorageMetadata) -> Tensor | None:
         name = _name_at(path, in_order)
         parameter = by_name.get(name) if name is not None else None
         if parameter is None:
-            return empty(entry)
+            return None if name in parameters else empty(entry)  # of a parameter that is not optimized any more
         if parameter.shape == entry.size and len(entry.size):
             return torch.empty_like(parameter.detach(), dtype=entry.properties.dtype)
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -498,7 +500,6 @@ def load_named_optimizer(module: torch.nn.Module, reader: CheckpointReader, inde
         )
     numbers = {name: number for number, name in enumerate(in_order)}
     state: dict[Any, Any] = {numbers[n]: value for n, value in saved["state"].items() if n in numbers}
-    parameters = {canonical(name) for name, _ in module.named_parameters()}
     state |= {name: value for name, value in saved["state"].items() if name not in numbers and name not in parameters}
     live_groups = [
         {**group, "params": [numbers[names[parameter]] for parameter in live["params"]]}

@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 
 from forks import run_forks, start_forks
 from lightning_resilience import (
@@ -134,7 +135,9 @@ def test_evaluation_finds_the_checkpoint_in_the_cold_tier(tmp_path: Path) -> Non
 # -- several ranks ----------------------------------------------------------------------------------------------------
 
 
-def on_ranks(root: Path, name: str, last: int, local: bool) -> list[tuple[int, float]]:
+def on_ranks(
+    root: Path, name: str, last: int, local: bool, kind: type[TinyModel] = TinyModel
+) -> list[tuple[int, float]]:
     """One life on this rank; ``local``: a folder for each rank, as if each was a machine."""
     rank = os.environ["RANK"]
     ranks = int(os.environ["WORLD_SIZE"])
@@ -142,7 +145,7 @@ def on_ranks(root: Path, name: str, last: int, local: bool) -> list[tuple[int, f
     if local:
         os.environ["HOT"] = str(root / hot)
     kwargs: dict[str, Any] = {"strategy": strategy(name, ranks), "devices": ranks}
-    model = TinyModel()
+    model = kind()
     checkpoint = ResilientCheckpoint(
         dirpath="$HOT" if local else root / "hot", schedule=EverySteps(2), remote=url(root)
     )
@@ -170,6 +173,20 @@ def test_lost_folders_come_back_from_the_cold_tier(tmp_path: Path, name: str, lo
     if local and name != "ddp":
         for rank in {*lost}:
             assert_has_its_own_alone(tmp_path / rank / "epoch=0-step=4.ckpt", int(rank[-1]))
+
+
+class Narrowed(TinyModel):
+    """Optimizes its last layer alone."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.net[-1].parameters(), lr=0.01)
+
+
+@pytest.mark.ranks
+def test_nodes_do_not_miss_the_moments_of_parameters_that_are_not_optimized_any_more(tmp_path: Path) -> None:
+    run_forks(on_ranks, tmp_path, "fsdp2", 4, True)
+    histories = run_forks(on_ranks, tmp_path, "fsdp2", 6, True, Narrowed)
+    assert [history[0][0] for history in histories] == [4, 4]
 
 
 def assert_has_its_own_alone(folder: Path, rank: int) -> None:
