@@ -45,14 +45,15 @@ from lightning_resilience.divergence import Rollback
 from lightning_resilience.engine import OVERDUE, Committed, Folder, Save
 from lightning_resilience.errors import Diverged, SaveFailed, SetupError
 from lightning_resilience.ledger import EXCEPTION, INTERRUPTED, PREEMPTED
-from lightning_resilience.manifest import HEALTHY, Manifest, newest_first
+from lightning_resilience.manifest import HEALTHY
 from lightning_resilience.objects import shown
 from lightning_resilience.preemption import Preempted, check_signals, name_of
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.replication import Replicated, Replicator
-from lightning_resilience.retention import Keep, Ranking, judge
+from lightning_resilience.retention import Keep, Ranking
 from lightning_resilience.schedule import Progress, Schedule
 from lightning_resilience.session import Session, log_save, manifests_in
+from lightning_resilience.standings import Standings, best_first
 from lightning_resilience.store import list_checkpoints
 from lightning_resilience.strategies import ANYWHERE, run_folder
 from lightning_resilience.tiers import LocalTier, local_path
@@ -252,14 +253,13 @@ class ResilientCheckpoint(ModelCheckpoint):
         self._last_save: Save | None = None
         self._agreement: Agreement | None = None
         self._watch: Watch | None = None
-        self._off_since: int | None = None
         self._to_skip = 0
         self._watched_before: Mapping[str, Any] | None = None
         self._started = Progress(0, 0.0)
         self._reasons: list[str] = []
         self._epoch = 0
         self._saved_at: tuple[int, int] | None = None
-        self._committed: dict[str, Manifest] = {}
+        self._standings = Standings(self.keep, self.ranking, self.save_top_k)
         self._validation_metrics: set[str] = set()
         self._validated = False
         self._metrics_are_of: tuple[int, int] | None = None
@@ -305,18 +305,13 @@ class ResilientCheckpoint(ModelCheckpoint):
         has not trained yet finds it in ``dirpath``."""
         if not self._best_model_path and self._folder is None and self._given_dirpath is not None:
             tier = self._tier(self._expanded_dirpath() or "")
-            best = self._best_first(list_checkpoints(tier).committed)
+            best = best_first(list_checkpoints(tier).committed, self.ranking)
             return tier.where(best[0]) if best else ""
         return self._best_model_path
 
     @best_model_path.setter
     def best_model_path(self, path: str) -> None:
         self._best_model_path = path
-
-    def _best_first(self, committed: Mapping[str, Manifest]) -> list[str]:
-        if self.ranking is not None:
-            return self.ranking.best(committed)
-        return [name for name in newest_first(committed) if committed[name].health == HEALTHY]
 
     # -- start --------------------------------------------------------------------------------------------------------
 
@@ -378,8 +373,8 @@ class ResilientCheckpoint(ModelCheckpoint):
             link=f"{self.CHECKPOINT_NAME_LAST}{self.FILE_EXTENSION}" if self.save_last else None,
             remote_keep=self.remote_keep if cold is not None else None,
         )
-        self._committed = manifests_in(self._folder, session.ranks)
-        session.engine.count_from(self._committed.values())
+        self._standings.committed = manifests_in(self._folder, session.ranks)
+        session.engine.count_from(self._standings.committed.values())
         session.engine.protect(self._folder, self._must_stay)
         if cold is not None:
             self._begin_replicating(session, self._folder, cold)
@@ -387,25 +382,17 @@ class ResilientCheckpoint(ModelCheckpoint):
     def _must_stay(self) -> set[str]:
         """Names that stay in the folder, whatever its rule says."""
         on_their_way = self._replicator.protected() if self._replicator is not None else set()
-        return {*on_their_way, *filter(None, [self._last_good()])}
+        return {*on_their_way, *filter(None, [self._standings.last_good])}
 
     def _in_use(self) -> set[str]:
         """Names that stay in the cold tier, whatever its rule says."""
         resumed = self._session.engine.in_use if self._session is not None else set()
-        return {*resumed, *filter(None, [self._last_good()])}
-
-    def _last_good(self) -> str | None:
-        """While the loss is off its course: the newest checkpoint from before that."""
-        if self._off_since is None:
-            return None
-        committed = dict(self._committed)  # asked for by other threads too
-        good = [name for name in newest_first(committed) if committed[name].unresumable is None]
-        return next((name for name in good if committed[name].step < self._off_since), None)
+        return {*resumed, *filter(None, [self._standings.last_good])}
 
     def _begin_replicating(self, session: Session, folder: Folder, cold: RemoteTier) -> None:
         """Go on with what a killed run left on its way, and make sure now that the cold tier can be written."""
         self._replicator = replicator = Replicator(
-            session.ranks, folder, cold, self.remote_keep, self.ranking, tolerant=bool(self._committed)
+            session.ranks, folder, cold, self.remote_keep, self.ranking, tolerant=bool(self._standings.committed)
         )
         session.engine.count_from(replicator.known_cold())
 
@@ -438,7 +425,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         self._started = self._now(trainer)
         self._begin_watch(self._session)
         if self._replicator is not None:
-            self._replicator.offer(self._committed, self._in_use())
+            self._replicator.offer(self._standings.committed, self._in_use())
         if self._session.resumed is not None:
             self._saved_at = self._position(trainer)
         self._update_best()
@@ -507,7 +494,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         if self._every_epochs and (epoch + 1) % self._every_epochs == 0:
             reasons.append("end of epoch")
         assert self._session is not None
-        if self._session.ranks.broadcast(self._gets_into_top_k(trainer)):
+        if self._session.ranks.broadcast(self._standings.gets_in(self._score(trainer))):
             reasons.append(
                 f"among the {self.save_top_k} best {self.monitor}" if self.save_top_k > 1 else f"best {self.monitor}"
             )
@@ -542,18 +529,6 @@ class ResilientCheckpoint(ModelCheckpoint):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Too early to save: see ``_between_batches``."""
 
-    def _gets_into_top_k(self, trainer: Trainer) -> bool:
-        if self.ranking is None or self.save_top_k == 0:
-            return False
-        score = self._metrics(trainer).get(self.ranking.monitor)
-        if score is None or not math.isfinite(score):
-            return False
-        best = self.ranking.best(self._committed)
-        if self.save_top_k == -1 or len(best) < self.save_top_k:
-            return True
-        worst_kept = self._committed[best[self.save_top_k - 1]].metrics[self.ranking.monitor]
-        return score < worst_kept if self.mode == "min" else score > worst_kept
-
     # -- going back ---------------------------------------------------------------------------------------------------
 
     def _has_diverged(self) -> bool:
@@ -575,9 +550,9 @@ class ResilientCheckpoint(ModelCheckpoint):
         agreement.close()  # what is being asked is of before
         agreement.diverged = False
         self._wait(trainer, trainer.lightning_module)
-        self._off_since, times = session.ranks.broadcast((watch.course.off_since, watch.rollbacks))
-        name = session.ranks.broadcast(self._last_good())
-        where = f"The loss has been off its course since step {self._off_since}"
+        self._standings.off_since, times = session.ranks.broadcast((watch.course.off_since, watch.rollbacks))
+        name = session.ranks.broadcast(self._standings.last_good)
+        where = f"The loss has been off its course since step {self._standings.off_since}"
         if name is None or times >= rule.most:
             why = "there is no checkpoint from before that" if name is None else f"the run was taken back {times} times"
             raise Diverged(f"{where}, and {why}.", hint="Look at the data and the learning rate; checkpoints are kept.")
@@ -588,7 +563,7 @@ class ResilientCheckpoint(ModelCheckpoint):
                 "event=rollback step=%d from=%s times=%d skip=%d reason=%r",
                 trainer.global_step, name, times + 1, rule.skip_batches, where,
             )  # fmt: skip
-        self._to_skip, self._off_since = rule.skip_batches, None
+        self._to_skip, self._standings.off_since = rule.skip_batches, None
         self._saved_at = None  # a crash must not lead to what was saved meanwhile
         self._save(trainer, f"rolled back to {name}", self._epoch)
         self._to_skip = session.skip_batches(self._to_skip)
@@ -617,7 +592,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         if not unsaved:
             return None
         self._stop_after_failures()
-        self._off_since = off_since if off_since >= 0 else None
+        self._standings.off_since = off_since if off_since >= 0 else None
         marks = watch.marks() if not suspect else {}
         save = session.save(
             folder,
@@ -643,6 +618,9 @@ class ResilientCheckpoint(ModelCheckpoint):
         """The checkpoint's name from the template; slashes in metrics' names do not make folders."""
         path = self.format_checkpoint_name({**self._monitor_candidates(trainer), "epoch": torch.tensor(epoch)})
         return os.path.relpath(path, self.dirpath).replace(os.sep, "_")
+
+    def _score(self, trainer: Trainer) -> float | None:
+        return self._metrics(trainer).get(self.ranking.monitor) if self.ranking is not None else None
 
     def _metrics(self, trainer: Trainer) -> dict[str, float]:
         """The numbers logged at this step; those of an earlier validation belong to an earlier step and are left
@@ -712,7 +690,7 @@ class ResilientCheckpoint(ModelCheckpoint):
 
     def _note(self, trainer: Trainer, pl_module: LightningModule, checkpoint: Committed) -> None:
         """Now that it exists: tell loggers and subclasses."""
-        self._committed[checkpoint.name] = checkpoint.manifest
+        self._standings.add(checkpoint.name, checkpoint.manifest)
         if trainer.is_global_zero and checkpoint.manifest.health != HEALTHY:
             log.warning(
                 "event=health step=%d name=%s health=%s reason=%r note='it is kept, and not resumed from'",
@@ -723,12 +701,9 @@ class ResilientCheckpoint(ModelCheckpoint):
             )
         assert self._session is not None
         if self._replicator is not None:
-            self._replicator.offer(self._committed, self._in_use())
+            self._replicator.offer(self._standings.committed, self._in_use())
         assert self._folder is not None
-        must_stay = self._session.engine.must_stay(self._folder)
-        for verdict in judge(self._committed, self.keep, self.ranking, must_stay):
-            if not verdict.keep:
-                del self._committed[verdict.name]
+        self._standings.give_up(self._session.engine.must_stay(self._folder))
         self._update_best()
         if self.verbose and trainer.is_global_zero:
             print(f"saved {checkpoint.path} ({checkpoint.manifest.reason})")
@@ -741,16 +716,14 @@ class ResilientCheckpoint(ModelCheckpoint):
         """Set ModelCheckpoint's public fields from what is committed."""
         folder = self._folder
         assert folder is not None
-        newest = [name for name in newest_first(self._committed) if self._committed[name].health == HEALTHY][:1]
-        self.last_model_path = folder.tier.where(newest[0]) if newest else ""
-        best = self._best_first(self._committed)
-        self.best_model_path = folder.tier.where(best[0]) if best else ""
+        standings, where = self._standings, folder.tier.where
+        best = standings.best_first
+        self.last_model_path = where(standings.newest) if standings.newest else ""
+        self.best_model_path = where(best[0]) if best else ""
         if self.ranking is not None:
-            scores = {name: torch.tensor(self._committed[name].metrics[self.ranking.monitor]) for name in best}
-            top = best if self.save_top_k == -1 else best[: self.save_top_k]
-            self.best_k_models = {folder.tier.where(name): scores[name] for name in top}
-            self.best_model_score = scores[best[0]] if best else None
-            self.kth_best_model_path = folder.tier.where(top[-1]) if top else ""
+            self.best_k_models = {where(name): torch.tensor(standings.score(name)) for name in standings.top}
+            self.best_model_score = torch.tensor(standings.score(best[0])) if best else None
+            self.kth_best_model_path = where(standings.top[-1]) if standings.top else ""
 
     @staticmethod
     def _position(trainer: Trainer) -> tuple[int, int]:
@@ -822,7 +795,7 @@ class ResilientCheckpoint(ModelCheckpoint):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._session is not None:
             if self._replicator is not None:
-                self._replicator.offer(self._committed, self._in_use())
+                self._replicator.offer(self._standings.committed, self._in_use())
             self._replicate_in_time()
             session = self._session
             self._session = self._agreement = self._replicator = self._watch = None

@@ -190,6 +190,8 @@ ARGUMENTS: dict[str, list[Any]] = {
     "memory": ["auto", False],
     "on_save_error": ["raise"],
     "max_failures": [7],
+    "rollback": [{"patience": 5}, {"class_path": "lightning_resilience.Rollback", "init_args": {"most": 1}}, None],
+    "log_metrics": [False],
     "on_unrestorable": ["fresh"],
     "save_timeout": [12.5],
     "signals": [["SIGTERM", "SIGINT"], [10], []],

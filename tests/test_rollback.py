@@ -91,7 +91,7 @@ def test_checkpoint_from_before_a_spike_stays_until_it_is_over(tmp_path: Path) -
 
     class Looks(ResilientCheckpoint):
         def on_checkpoint_committed(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
-            kept[checkpoint.manifest.step] = sorted(one.step for one in self._committed.values())
+            kept[checkpoint.manifest.step] = sorted(one.step for one in self._standings.committed.values())
 
     model = Poisoned(155, 170)
     callback = Looks(tmp_path / "run", schedule=EverySteps(10), keep=Keep(last=1))

@@ -131,7 +131,7 @@ def test_rolling_saves_and_rarer_archived_ones_are_bounded(tmp_path: Path) -> No
     class Counting(ResilientCheckpoint):
         def on_checkpoint_committed(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
             heard.append(checkpoint.manifest.step)
-            assert len(self._committed) <= 3 + 4
+            assert len(self._standings.committed) <= 3 + 4
 
     fit(tmp_path, Counting(tmp_path / "run", schedule=EverySteps(5), keep=keep), script)
     assert heard == list(range(5, 201, 5))

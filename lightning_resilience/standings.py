@@ -1,0 +1,88 @@
+"""The checkpoints of a folder as training knows of them: which is the newest, the best, the last good one.
+
+It is what has been committed and told of, not what is on disk at this moment, so it is the same on all ranks once they
+have heard of the same saves.  What the folder's rule gives up leaves it when it is judged, like the files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from lightning_resilience.manifest import HEALTHY, Manifest, newest_first
+from lightning_resilience.retention import Keep, Ranking, judge
+
+
+class Standings:
+    """What is committed in one folder.
+
+    Args:
+        keep: the folder's rule.
+        ranking: what the best are ranked by; the newest is the best without it.
+        top_k: how many of the best are wanted; -1 for all.
+    """
+
+    def __init__(self, keep: Keep, ranking: Ranking | None, top_k: int) -> None:
+        self._keep = keep
+        self._ranking = ranking
+        self._top_k = top_k
+        self.committed: dict[str, Manifest] = {}
+        """Manifests by name."""
+        self.off_since: int | None = None
+        """The step since which the loss is off its course; None where all is well."""
+
+    def add(self, name: str, manifest: Manifest) -> None:
+        """A checkpoint was committed."""
+        self.committed[name] = manifest
+
+    def give_up(self, must_stay: Collection[str]) -> None:
+        """Leave out what the rule gives up, as the folder does."""
+        for verdict in judge(self.committed, self._keep, self._ranking, must_stay):
+            if not verdict.keep:
+                del self.committed[verdict.name]
+
+    @property
+    def newest(self) -> str | None:
+        """Name of the newest healthy one."""
+        return next((name for name in newest_first(self.committed) if self.committed[name].health == HEALTHY), None)
+
+    @property
+    def best_first(self) -> list[str]:
+        """Names from best to worst; from new to old where there is no ranking."""
+        return best_first(self.committed, self._ranking)
+
+    @property
+    def top(self) -> list[str]:
+        """Names of the best that are wanted, the best first."""
+        return self.best_first if self._top_k == -1 else self.best_first[: self._top_k]
+
+    def score(self, name: str) -> float:
+        """What a checkpoint is ranked by."""
+        assert self._ranking is not None
+        return self.committed[name].metrics[self._ranking.monitor]
+
+    def gets_in(self, score: float | None) -> bool:
+        """Whether a checkpoint with that score would be among the wanted best."""
+        if self._ranking is None or self._top_k == 0 or score is None or not math.isfinite(score):
+            return False
+        top = self.top
+        if self._top_k == -1 or len(top) < self._top_k:
+            return True
+        worst = self.score(top[-1])
+        return score < worst if self._ranking.mode == "min" else score > worst
+
+    @property
+    def last_good(self) -> str | None:
+        """While the loss is off its course, the newest from before that: it stays whatever a rule says."""
+        committed = dict(self.committed)  # asked for by other threads too
+        if self.off_since is None:
+            return None
+        good = [name for name in newest_first(committed) if committed[name].unresumable is None]
+        return next((name for name in good if committed[name].step < self.off_since), None)
+
+
+def best_first(committed: dict[str, Manifest], ranking: Ranking | None) -> list[str]:
+    """Names from best to worst; of healthy ones from new to old where there is no ranking."""
+    if ranking is not None:
+        return ranking.best(committed)
+    return [name for name in newest_first(committed) if committed[name].health == HEALTHY]
