@@ -22,6 +22,8 @@ BACK = 3.0
 """Usual deviations above its level below which it is back."""
 IN_A_ROW = 4
 """Losses that are off course, or back, one after another before it counts: single ones are a matter of the data."""
+WARM = 20
+"""Losses after which there is a course to be off."""
 SETTLES = 10
 """Windows after which a loss that stays elsewhere has a new course."""
 
@@ -33,7 +35,7 @@ class Course:
         window: losses that its past is made of, and for which it has to be back until all is well.
     """
 
-    _STATE = ("_seen", "_level", "_deviation", "_off", "_back", "_since", "_lasts")
+    _STATE = ("_seen", "_level", "_deviation", "_off", "_first", "_back", "_since", "_lasts")
 
     def __init__(self, window: int = 100) -> None:
         self.window = window
@@ -41,6 +43,7 @@ class Course:
         self._level = 0.0
         self._deviation = 0.0
         self._off = 0  # losses off course, one after another
+        self._first = 0  # the step before the first of them
         self._back = 0  # losses that are back, less those that were not since
         self._since: int | None = None  # the step since which it is off course
         self._lasts = 0  # losses since then
@@ -59,15 +62,16 @@ class Course:
         """The loss of the batch after ``step`` optimizer steps."""
         finite = math.isfinite(loss)
         if self._since is None:
-            is_off = not finite or (self._seen >= self.window and loss - self._level > OFF * self._deviation)
+            is_off = not finite or (self._seen >= WARM and loss - self._level > OFF * self._deviation)
+            self._first = self._first if self._off else step
             self._off = self._off + 1 if is_off else 0
             if not finite or self._off >= IN_A_ROW:
-                self._since, self._lasts, self._back = step, self._off, 0
+                self._since, self._lasts, self._back = self._first, self._off, 0
             elif not is_off:
                 self._learn(loss)
             return
         self._lasts += 1
-        is_back = finite and (self._seen < self.window or loss - self._level <= BACK * self._deviation)
+        is_back = finite and (self._seen < WARM or loss - self._level <= BACK * self._deviation)
         # Losses scatter: one that is not back takes away a tenth of a window, not all that were.
         self._back = self._back + 1 if is_back else max(self._back - self.window // 10, 0)
         if self._back >= self.window:

@@ -50,10 +50,17 @@ def test_a_spike_is_seen_from_its_beginning_to_a_window_after_its_end_on_any_sca
     losses[600:640] = [loss + 2 for loss in losses[600:640]]
     course, since = follow(scale * loss + shift for loss in losses)
     assert since[602] is None
-    assert set(since[603:639]) == {603}
-    assert since[640 + WINDOW - 2] == 603
+    assert set(since[603:639]) == {600}
+    assert since[640 + WINDOW - 2] == 600
     assert set(since[640 + WINDOW :]) == {None}
     assert course.off_for == 0
+
+
+def test_a_spike_early_in_training_is_seen_from_its_beginning() -> None:
+    losses = [2.0 + 0.01 * (step % 3) for step in range(30)]
+    _, since = follow([*losses, *(20 * loss for loss in losses[:5]), NAN])
+    assert since[-1] == 30
+    assert since[29] is None
 
 
 def test_how_long_it_lasts_is_counted_while_it_is_not_back() -> None:
@@ -64,7 +71,7 @@ def test_how_long_it_lasts_is_counted_while_it_is_not_back() -> None:
     assert course.off_for == 23
     course.see(losses[-1], 623)
     assert course.off_for == 0
-    assert course.off_since == 603
+    assert course.off_since == 600
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
