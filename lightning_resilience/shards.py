@@ -77,7 +77,7 @@ ALIGNMENT = 64
 PAGE = 4096
 """Bytes; a file starts at a multiple of them in the slot."""
 SMALL = 4096
-"""Bytes up to which what several ranks hold is not worth spreading over them."""
+"""Bytes up to which what all ranks read is not worth spreading over several files."""
 
 State: TypeAlias = Mapping[str, Any]
 """Nested state as DCP takes it: ``{"model": {...}, "optimizer_0": {...}}``."""
@@ -299,7 +299,7 @@ def share_out(plans: Sequence[LocalPlan]) -> GlobalPlan:
 
     What only one rank holds is its to write.  What several hold goes to the one with the least to write so far,
     largest first, and is cut along its first dimension where one rank would get more than its even part.  Small things
-    stay together on the lowest rank.
+    that all read stay together, on the lowest rank.
     """
     world = len(plans)
     tied = _tied_everywhere(plans)
@@ -320,10 +320,11 @@ def share_out(plans: Sequence[LocalPlan]) -> GlobalPlan:
     for where, ranks in owners.items():
         item = items[where]
         replicated = item.type == WriteItemType.SHARD or item.index.fqn in plans[ranks[0]].identical
-        if len(ranks) > 1 and replicated and _bytes_of(item) > SMALL:
+        common = sharded and (len(ranks) == world or _is_one_number(item))
+        if len(ranks) > 1 and replicated and not (common and _bytes_of(item) <= SMALL):
             shared.append((_bytes_of(item), item, ranks))
         else:
-            pieces[ranks[0]].append(Piece(item, _base(item), sharded and (len(ranks) == world or _is_one_number(item))))
+            pieces[ranks[0]].append(Piece(item, _base(item), common))
             load[ranks[0]] += _bytes_of(item)
 
     even = math.ceil((sum(load) + sum(size for size, _, _ in shared)) / world)

@@ -19,6 +19,7 @@ BUILTINS = {
     "CheckpointCorrupt": OSError,
     "CheckpointIncompatible": ValueError,
     "CrashLoop": RuntimeError,
+    "Diverged": RuntimeError,
     "SaveFailed": RuntimeError,
     "TierUnavailable": OSError,
     "TierDenied": PermissionError,

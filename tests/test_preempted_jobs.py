@@ -128,7 +128,10 @@ def test_signal_on_one_rank_during_the_last_upload_ends_all_within_the_grace(tmp
 def two_folders(root: Path) -> tuple[list[str], list[str]]:
     others = Witness(root / "second", 5)
     preempted(root, Sent("on_after_backward", ranks=[1]), others, ranks=2, accumulate_grad_batches=3)
-    return sorted(os.listdir(root / "run")), sorted(os.listdir(root / "second" / "run"))
+    first, second = (
+        sorted(path.name for path in (folder / "run").glob("*.ckpt")) for folder in (root, root / "second")
+    )
+    return first, second
 
 
 @pytest.mark.ranks

@@ -53,6 +53,9 @@ class Clock:
         batches = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready if self.trainer is not None else 0
         return self.step * batches
 
+    perf_counter = staticmethod(time.perf_counter)
+    time = staticmethod(time.time)
+
 
 class Costs(ResilientCheckpoint):
     """Takes every save to cost the same, as far as the schedule is told."""
@@ -467,10 +470,11 @@ def test_failures_are_counted_where_the_folder_and_its_ledger_are_lost(tmp_path:
     assert failures == 1  # the life before ended well
 
 
-def test_watch_of_other_ranks_watches_nothing(tmp_path: Path) -> None:
+def test_watch_of_other_ranks_decides_and_writes_nothing(tmp_path: Path) -> None:
     watch = Watch(AdaptiveSchedule(), 1, "loss")
     watch.begin(Progress(0, 0.0), tmp_path, None, ended=False, run="r")
-    watch.see_outputs({"loss": torch.tensor(1.0)})
+    watch.see_outputs({"loss": torch.tensor(1.0)}, saving=False)
+    watch.look(Progress(1, 1.0))
     assert watch.wish(Progress(10**6, 1e9), Progress(0, 0.0), 0) is None
     assert watch.state() == {}
     watch.end()
