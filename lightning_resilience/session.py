@@ -41,7 +41,7 @@ from lightning_resilience.preemption import Preempted, Preemption, slurm_end
 from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.reader import CheckpointReader, canonical, load_trusted
 from lightning_resilience.remote import RemoteTier
-from lightning_resilience.resume import Place, Source, find_last, open_explicit, verify_together
+from lightning_resilience.resume import Place, Source, find_last, open_explicit, open_with_copies, verify_together
 from lightning_resilience.shards import PLAIN
 from lightning_resilience.strategies import Doorway, edits_loaded_state, family_of, raw_optimizer
 from lightning_resilience.tiers import LocalTier, local_path
@@ -515,10 +515,14 @@ class Session:
         try:
             return open_explicit(self.ranks, tier.path(name), place, self._needs)
         except (CheckpointNotFound, CheckpointUncommitted, CheckpointCorrupt) as error:
-            found = self._from_url(place.cold.where(name)) if place.cold is not None else None
+            if place.cold is None and isinstance(error, CheckpointCorrupt):
+                raise
+            found: Source | str | None = open_with_copies(self.ranks, place, name, self._needs)
+            if found is None and place.cold is not None:
+                found = self._from_url(place.cold.where(name))
             if isinstance(found, Source):
                 return found
-            raise error
+            raise
 
     def _from_url(self, url: str) -> Source | str:
         """The checkpoint at a URL; the URL itself where stock Lightning can load what is there."""
@@ -536,7 +540,8 @@ class Session:
             is_another = isinstance(here, Manifest) and not here.is_same_save(found)
             if self.ranks.any_max(is_another)[0]:
                 place = Place(*self._scratch(), cold=cold)
-            return verify_together(self.ranks, place, name, found, self._needs)
+            copies = {name: found}
+            return verify_together(self.ranks, place, name, save=found.save_id, copies=copies, needs=self._needs)
         if isinstance(found, (CheckpointNotFound, CheckpointUncommitted)):
             stat = self.ranks.broadcast(attempt(lambda: cold.patience(lambda: cold.objects.stat(name))))
             if isinstance(stat, Stat):
@@ -676,7 +681,7 @@ class Session:
             self.resumed = source
             if source.manifest is not None:
                 self.engine.run = source.manifest.run
-                self.engine.in_use.add(source.name)
+                self.engine.in_use |= {source.name, *source.copies}
             self._doorway.before_training(self._restore_the_rest)
             self._read_rank_state(source)
 
@@ -694,7 +699,14 @@ class Session:
         tier = folder.tier
         place = self.places[tier.where()]
         listed = store.read_manifest(tier, name) if isinstance(tier, RemoteTier) else None
-        source = verify_together(self.ranks, place, name, listed, self._needs)
+        source = verify_together(
+            self.ranks,
+            place,
+            name,
+            save=listed.save_id if listed is not None else None,
+            copies={name: listed} if listed is not None else None,
+            needs=self._needs,
+        )
         self._source, self._reader, self._model_is_loaded, self._optimizers_are_in_it = source, None, False, False
         self._rolls_back = True
         try:
