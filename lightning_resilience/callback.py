@@ -355,7 +355,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         cold = RemoteTier(self.remote, self._storage_options) if self.remote is not None else None
         if stage == "fit":
             self._open(session, tier, cold)
-        place = session.place(tier, cold)
+        place = session.place(tier, cold, find_out=True)
         if last_is_wanted:
             siblings = self._sibling_folders(tier.root) if isinstance(tier, LocalTier) else []
             session.resume_last.append((place, siblings))

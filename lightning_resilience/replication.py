@@ -82,6 +82,7 @@ class _Known:
     hot: dict[str, Manifest] = field(default_factory=dict)
     cold: dict[str, Manifest] = field(default_factory=dict)
     since: dict[str, float] = field(default_factory=dict)
+    """Since when this process has known of each hot one, by ``save_id``."""
     taken: frozenset[str] = frozenset()
     """Names in the cold tier under which there is a manifest that cannot be used: not ours to write over."""
 
@@ -220,7 +221,8 @@ class Replicator:
         with self._lock:
             now = time.monotonic()
             self._known.hot = dict(committed)
-            self._known.since = {name: self._known.since.get(name, now) for name in committed}
+            ids = [manifest.save_id for manifest in committed.values()]
+            self._known.since = {save: self._known.since.get(save, now) for save in ids}
             self._in_use = set(in_use)
             self._has_offer = True
         self._wake.set()
@@ -264,7 +266,8 @@ class Replicator:
         """Seconds for which this process has known of the oldest checkpoint that is on its way; 0 where none is."""
         waiting = self._waiting()
         with self._lock:
-            since = [self._known.since[name] for name in waiting if name in self._known.since]
+            saves = [self._known.hot[name].save_id for name in waiting if name in self._known.hot]
+            since = [self._known.since[save] for save in saves if save in self._known.since]
         return time.monotonic() - min(since) if since else 0.0
 
     def close(self, seconds: float, leave_by: Callable[[], float] = lambda: math.inf) -> None:
@@ -393,7 +396,7 @@ class Replicator:
         """See one checkpoint through; why it did not get there, if it did not."""
         begin = time.monotonic()
         with self._lock:
-            since = self._known.since.get(task.name, begin)
+            since = self._known.since.get(task.manifest.save_id, begin)
         answers: list[Any] = [self._send_mine(task)]
         answers += [self._wait(board, self._key(number, rank)) for rank in range(1, self._ranks.world_size)]
         failures = [answer for answer in answers if isinstance(answer, BaseException)]
