@@ -62,7 +62,7 @@ from lightning_resilience.watch import END_OF_TRAINING, Watch
 log = logging.getLogger("lightning_resilience")
 
 DRAIN_AFTER_EXCEPTION = 10.0
-"""Seconds that a save under way gets when training ends with an exception."""
+"""Seconds that a save under way and the copies on their way get, together, when training ends with an exception."""
 
 WATCHED = "lightning_resilience"
 """Key of what was watched, in a Trainer's checkpoint."""
@@ -350,7 +350,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         cold = RemoteTier(self.remote, self._storage_options) if self.remote is not None else None
         if stage == "fit":
             self._open(session, tier, cold)
-        place = session.place(tier, cold)
+        place = session.place(tier, cold, find_out=True)
         if last_is_wanted:
             siblings = self._sibling_folders(tier.root) if isinstance(tier, LocalTier) else []
             session.resume_last.append((place, siblings))
@@ -803,8 +803,8 @@ class ResilientCheckpoint(ModelCheckpoint):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Let the save under way finish, within seconds and without a word to the other ranks, which may be
-        anywhere."""
+        """Let the save under way finish and what is on its way arrive, within seconds and without a word to the other
+        ranks, which may be anywhere."""
         session = self._session
         if session is None:
             return
@@ -819,11 +819,30 @@ class ResilientCheckpoint(ModelCheckpoint):
         finally:
             if self._watch is not None:
                 self._watch.end(_how_it_ended(exception))
-            left = session.preemption.deadline() - time.monotonic()
-            session.abandon(max(min(DRAIN_AFTER_EXCEPTION, left), 0.0), exception)
-            if self._replicator is not None:
-                self._replicator.abandon()
-            self._session = self._agreement = self._replicator = self._watch = None
+            deadline = min(time.monotonic() + DRAIN_AFTER_EXCEPTION, session.preemption.deadline())
+            try:
+                self._replicate_until(deadline, session)
+            finally:
+                session.abandon(max(deadline - time.monotonic(), 0.0), exception)
+                self._session = self._agreement = self._replicator = self._watch = None
+
+    def _replicate_until(self, deadline: float, session: Session) -> None:
+        """Let the cold tier have what is on its way, the save under way included; no exception comes from here."""
+        replicator, folder = self._replicator, self._folder
+        if replicator is None or folder is None:
+            return
+        try:
+            if self._agreement is not None:
+                session.engine.drain(max(deadline - time.monotonic(), 0.0))
+                for save in session.finished(folder):
+                    if save.committed.exception() is None:
+                        self._committed[save.committed.result().name] = save.committed.result().manifest
+                replicator.offer(self._committed, self._in_use())
+                replicator.drain(max(deadline - time.monotonic(), 0.0))
+        except Exception as error:
+            log.warning("event=drain tier=cold outcome=failed error=%r", error)
+        finally:
+            replicator.abandon()
 
     # -- state --------------------------------------------------------------------------------------------------------
 

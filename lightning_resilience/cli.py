@@ -305,7 +305,7 @@ def find(options: argparse.Namespace) -> Found:
     if not path.is_dir():
         raise _not_a_folder(path)
     tier = LocalTier(path)
-    listing = store.list_checkpoints(tier)
+    listing = store.list_checkpoints(tier, in_part=True)
     found = Found(tier, committed={name: listing.committed[name] for name in listing.newest_first()})
     for name, cause in listing.unusable.items():
         if PARTIAL in name or REMOVED in name:
@@ -322,7 +322,7 @@ def find(options: argparse.Namespace) -> Found:
 def _find_remote(url: str, storage: dict[str, Any] | None) -> Found:
     tier, name = open_url(url, storage)
     if name is None:
-        listing = store.list_checkpoints(tier)
+        listing = store.list_checkpoints(tier, in_part=True)
         committed = {name: listing.committed[name] for name in listing.newest_first()}
         return Found(tier, committed, listing.unusable)
     try:

@@ -162,7 +162,14 @@ class Manifest:
 
     def is_same_save(self, other: Manifest) -> bool:
         """Whether both are of one save; labels may have changed since."""
-        return (self.run, self.sequence, self.files) == (other.run, other.sequence, other.files)
+        return self.save_id == other.save_id
+
+    @property
+    def save_id(self) -> str:
+        """Tells this save from every other one: its run, its number there, and a digest of what its files hold.  Copies
+        have the same, whatever they are called, wherever the bytes lie, and whichever labels they got since."""
+        content = "".join(f"{entry.path}\0{entry.size}\0{entry.xxh3_128}\n" for entry in self.files)
+        return f"{self.run}/{self.sequence}/{digest(content.encode())}"
 
     def standing_alone(self) -> Manifest:
         """The manifest of a copy that holds the bytes of all its files itself."""

@@ -345,7 +345,8 @@ class S3Objects:
             "ValueError",
             "NoRegionError",
         ):
-            return SetupError(f"{what}.", hint="Check remote= and storage_options=.")
+            said = f" ({_first_words(error)})" if code in ("TypeError", "ValueError") else ""
+            return SetupError(f"{what}{said}.", hint="Check remote= and storage_options=.")
         return TierUnavailable(f"{what}.")
 
     def _of(self, names: Iterable[str]) -> dict[str, Any]:
@@ -574,6 +575,7 @@ class FsspecObjects:
         self.url = shown(url.partition("?")[0]).rstrip("/")
         self._fs, root = self._open(url, options)
         self._root = str(root).rstrip("/")
+        self._has_answered = False
         self._is_local = "file" in (self._fs.protocol if isinstance(self._fs.protocol, tuple) else (self._fs.protocol,))
 
     def _open(self, url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
@@ -598,13 +600,22 @@ class FsspecObjects:
 
     def _call(self, what: str, call: Callable[[], T]) -> T:
         try:
-            return call()
-        except (FileNotFoundError, ResilienceError, _OfTheCaller):
+            answer = call()
+        except FileNotFoundError:
+            self._has_answered = True
+            raise
+        except (ResilienceError, _OfTheCaller):
             raise
         except PermissionError as error:
             raise TierDenied(f"{what} of {self.url}: {type(error).__name__}.", hint="Check the credentials.") from None
         except Exception as error:
-            raise TierUnavailable(f"{what} of {self.url}: {type(error).__name__}: {_first_words(error)}.") from None
+            text = f"{what} of {self.url}: {type(error).__name__}: {_first_words(error)}."
+            # Many make their client at the first request, and find then what it does not take.
+            if not self._has_answered and type(error) in (TypeError, ValueError):
+                raise SetupError(text, hint="Check remote= and storage_options=.") from None
+            raise TierUnavailable(text) from None
+        self._has_answered = True
+        return answer
 
     def put(self, key: str, read: Read, size: int, digest: str) -> None:
         content, path = _Checked(key, read, digest), self._path(key)

@@ -14,26 +14,30 @@ checkpoint that newer ones made redundant is passed over.  Until the cold copy i
     say how it ended  ──────────────────────────>   take note; tell the training thread
     forget what the rule gives up
 
-Nothing here is waited for by a save.
+Nothing here is waited for by a save.  What is being sent is held by links of its own meanwhile, so that it may give way
+to a newer save of its name and arrive all the same.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import os
 import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from lightning_resilience import store
 from lightning_resilience.engine import Folder
 from lightning_resilience.errors import CheckpointCorrupt, ResilienceError, TierUnavailable
-from lightning_resilience.manifest import Manifest
+from lightning_resilience.manifest import PARTIAL, FileEntry, Manifest
 from lightning_resilience.ranks import Board, Ranks, attempt, raise_first
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.retention import Keep, Ranking, judge
@@ -64,6 +68,9 @@ class Replicated:
     lag: float = 0.0
 
 
+GAVE_WAY = 3
+"""Checkpoints in a row that gave way before they were there, at which it is told of."""
+
 Outcome = Replicated | BaseException
 """How the copy of one checkpoint ended."""
 
@@ -75,6 +82,9 @@ class _Known:
     hot: dict[str, Manifest] = field(default_factory=dict)
     cold: dict[str, Manifest] = field(default_factory=dict)
     since: dict[str, float] = field(default_factory=dict)
+    """Since when this process has known of each hot one, by ``save_id``."""
+    taken: frozenset[str] = frozenset()
+    """Names in the cold tier under which there is a manifest that cannot be used: not ours to write over."""
 
     def lacking(self) -> dict[str, str]:
         """What the cold tier lacks: the hot name by the one that it gets there.
@@ -82,12 +92,12 @@ class _Known:
         They differ where another save has that name there: nothing gives way in one step behind a URL, so the older
         one stays until the rule gives it up.
         """
-        there = {(manifest.run, manifest.sequence): manifest for manifest in self.cold.values()}
+        there = {manifest.save_id for manifest in self.cold.values()}
         targets: dict[str, str] = {}
         for name, manifest in self.hot.items():
-            copy = there.get((manifest.run, manifest.sequence))
-            if copy is None or not manifest.is_same_save(copy):
-                targets[store.free_name(name, {*self.cold, *targets}.__contains__)] = name
+            if manifest.save_id not in there:
+                targets[store.free_name(name, {*self.cold, *self.taken, *targets}.__contains__)] = name
+                there.add(manifest.save_id)
         return targets
 
 
@@ -102,8 +112,20 @@ class _Task:
     owners_only: bool
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """What a rank has seen to: the files that are there now (``paths``), and the bytes that had to be sent."""
+
+    paths: frozenset[str]
+    bytes: int
+
+
 class _GaveWay(Exception):
     """The name of the checkpoint is a newer save's now."""
+
+
+class _Incomplete(Exception):
+    """These files are whole in no folder that was asked, nor in the cold tier: no outage, and no time mends it."""
 
 
 class Replicator:
@@ -149,8 +171,12 @@ class Replicator:
         self._stop = threading.Event()
         self.tier.patience.stop = self._stop
         self._failures = 0
+        self._gave_ways = 0
+        self._has_links = True
         self._failed: dict[str, int] = {}
-        self._spoiled: dict[str, tuple[int, int]] = {}
+        """How often each save has failed, by ``save_id``."""
+        self._spoiled: set[str] = set()
+        """The saves that are of no use as they are here, by ``save_id``."""
         self._unsealed: set[str] = set()
         self._has_offer = False
         self._closed_at = math.inf
@@ -184,6 +210,8 @@ class Replicator:
         """What the cold tier has; takes note of what a killed process left there."""
         listing = store.list_checkpoints(self.tier)
         self._unsealed = listing.uncommitted
+        with self._lock:
+            self._known.taken = frozenset(listing.damaged)
         return listing.committed
 
     # -- the training thread ------------------------------------------------------------------------------------------
@@ -193,7 +221,8 @@ class Replicator:
         with self._lock:
             now = time.monotonic()
             self._known.hot = dict(committed)
-            self._known.since = {name: self._known.since.get(name, now) for name in committed}
+            ids = [manifest.save_id for manifest in committed.values()]
+            self._known.since = {save: self._known.since.get(save, now) for save in ids}
             self._in_use = set(in_use)
             self._has_offer = True
         self._wake.set()
@@ -209,6 +238,15 @@ class Replicator:
             hot, cold, lacking = dict(self._known.hot), dict(self._known.cold), self._known.lacking()
         verdicts = judge({**cold, **{target: hot[name] for target, name in lacking.items()}}, self._keep, self._ranking)
         return {lacking[verdict.name] for verdict in verdicts if verdict.keep and verdict.name in lacking}
+
+    def _waiting(self) -> set[str]:
+        """Names of those on their way that can get there as they are here."""
+        pending = self.pending()
+        with self._lock:
+            return {one for one in pending if one in self._known.hot and not self._is_spoiled(self._known.hot[one])}
+
+    def _is_spoiled(self, manifest: Manifest) -> bool:
+        return manifest.save_id in self._spoiled
 
     def protected(self) -> set[str]:
         """Names whose hot copy must stay: what is on its way, and what is being sent although newer ones have made it
@@ -226,9 +264,10 @@ class Replicator:
     @property
     def lag(self) -> float:
         """Seconds for which this process has known of the oldest checkpoint that is on its way; 0 where none is."""
-        waiting = self.pending()
+        waiting = self._waiting()
         with self._lock:
-            since = [self._known.since[name] for name in waiting if name in self._known.since]
+            saves = [self._known.hot[name].save_id for name in waiting if name in self._known.hot]
+            since = [self._known.since[save] for save in saves if save in self._known.since]
         return time.monotonic() - min(since) if since else 0.0
 
     def close(self, seconds: float, leave_by: Callable[[], float] = lambda: math.inf) -> None:
@@ -241,7 +280,7 @@ class Replicator:
         self._closed_at = time.monotonic()
         self._wake.set()
         self._hurry.set()
-        waiting = self.pending()
+        waiting = self._waiting()
         if waiting and self._ranks.rank == 0:
             with self._lock:
                 size = sum(manifest.size for name, manifest in self._known.hot.items() if name in waiting)
@@ -253,7 +292,7 @@ class Replicator:
             self._thread.join(min(left_over, TICK / 2))
         self.abandon()
         self._thread.join(max(min(ABANDON, leave_by() - time.monotonic()), 0.0))
-        left = self.pending()
+        left = self._waiting()
         if left and self._ranks.rank == 0:
             log.warning(
                 "event=drain tier=cold left=%d reason='not there yet: the next start goes on with them' url=%s",
@@ -261,8 +300,22 @@ class Replicator:
                 self.tier.where(),
             )
 
+    def drain(self, seconds: float) -> None:
+        """After an exception: let what is on its way arrive, for so long at most, and stop.  Not collective: the other
+        ranks may be anywhere, and what they do not answer is left to the next start, as is all of it in an outage."""
+        deadline = time.monotonic() + seconds
+        self._wake.set()
+        self._hurry.set()
+        while (
+            self._thread.is_alive() and (self._waiting() or self._current) and not self._failed.keys() - self._spoiled
+        ):
+            if (left := deadline - time.monotonic()) <= 0:
+                break
+            self._thread.join(min(left, TICK / 20))
+        self.abandon()
+
     def abandon(self) -> None:
-        """Stop at once, after an exception; the next start goes on."""
+        """Stop at once; the next start goes on."""
         self._stop.set()
         self._wake.set()
         self._hurry.set()
@@ -282,13 +335,12 @@ class Replicator:
         while not self._stop.is_set():
             if knows := self._knows_what_is_there():
                 self._sweep()
-            task = self._next() if knows else None
+            task = self._as_it_is(self._next()) if knows else None
             self._current = task.name if task is not None else None
             if task is None:
                 if self._is_over():
                     break
-                self._wake.wait(TICK)
-                self._wake.clear()
+                self._rest()
                 continue
             number += 1
             board.put_once(self._key(number), task)
@@ -303,7 +355,10 @@ class Replicator:
                     self._drop(task.target)
                 if self._is_over():
                     break
-                self._pause()
+                if isinstance(outcome, _GaveWay):
+                    self._rest()  # until what the folder has now is said
+                elif not isinstance(outcome, _Incomplete):
+                    self._pause()
         board.put_once(self._key(number + 1), None)
 
     def _is_over(self) -> bool:
@@ -329,7 +384,11 @@ class Replicator:
         still on its way goes on from them."""
         if self._unsealed and self._has_offer:
             with self._lock:
-                names, self._unsealed = self._unsealed - self._known.hot.keys(), set()
+                lacking = self._known.lacking()
+            on_their_way = self.pending()
+            with self._lock:
+                names = self._unsealed - {target for target, name in lacking.items() if name in on_their_way}
+                self._unsealed = set()
             with suppress(ResilienceError, OSError):  # the next start tries again
                 self.tier.sweep(names)
 
@@ -337,7 +396,7 @@ class Replicator:
         """See one checkpoint through; why it did not get there, if it did not."""
         begin = time.monotonic()
         with self._lock:
-            since = self._known.since.get(task.name, begin)
+            since = self._known.since.get(task.manifest.save_id, begin)
         answers: list[Any] = [self._send_mine(task)]
         answers += [self._wait(board, self._key(number, rank)) for rank in range(1, self._ranks.world_size)]
         failures = [answer for answer in answers if isinstance(answer, BaseException)]
@@ -345,11 +404,22 @@ class Replicator:
             return TierUnavailable("the run ended before it was there")
         # A file that is damaged here says more than a store that does not answer.
         failures.sort(key=lambda failure: not isinstance(failure, CheckpointCorrupt))
-        sealed = failures[0] if failures else attempt(lambda: self.tier.seal(task.target, task.manifest))
+        sealed = failures[0] if failures else attempt(lambda: self._seal(task, answers))
         if isinstance(sealed, BaseException):
             return _GaveWay() if self._gave_way(task) else sealed
-        now = time.monotonic()
-        return Replicated(self.tier.where(task.target), task.manifest, sum(answers), now - begin, now - since)
+        now, sent = time.monotonic(), sum(answer.bytes for answer in answers)
+        return Replicated(self.tier.where(task.target), task.manifest, sent, now - begin, now - since)
+
+    def _seal(self, task: _Task, answers: Sequence[_Sent]) -> None:
+        """Make it a checkpoint there, unless nobody had some file to send and none is there from before."""
+        unsent = task.manifest.paths.difference(*(answer.paths for answer in answers))
+        if unsent:
+            there = self.tier.files(task.target)
+            if missing := sorted(
+                one.path for one in task.manifest if one.path in unsent and there.get(one.path) != one.size
+            ):
+                raise _Incomplete(*missing)
+        self.tier.seal(task.target, task.manifest)
 
     def _gave_way(self, task: _Task) -> bool:
         """Whether a newer save took the name of a checkpoint while it was being sent, rather than damage."""
@@ -385,48 +455,104 @@ class Replicator:
                 return board.wait(key, 60)
         return None
 
-    def _send_mine(self, task: _Task) -> int | BaseException:
-        """Send the files that are this rank's to send; their bytes, or why not."""
-        name, owners_only = task.name, task.owners_only
-        tier, sharing, rank = self._folder.tier, self._folder.sharing, self._ranks.rank
-        assert isinstance(tier, LocalTier)
+    def _send_mine(self, task: _Task) -> _Sent | BaseException:
+        """Send the files that are this rank's to send; which they are, or why not."""
 
-        def send() -> int:
-            sent = 0
-            for index, entry in enumerate(task.manifest):
-                # What a rank saved, that rank sends.  Where it is gone, or that failed, whoever has it beside it.
-                saved_here = owners_only and entry.rank in sharing
-                if owners_only and not saved_here and entry.rank < self._ranks.world_size:
-                    continue
-                sender = entry.rank if saved_here else sharing[index % len(sharing)]
-                holder = store.holder(name, entry)
-                if sender == rank and (saved_here or tier.size(holder, entry.path) == entry.size):
-                    sent += self.tier.send(task.target, entry, tier.path(holder, entry.path))
-            return sent
+        def send() -> _Sent:
+            with self._holding(task) as files:
+                sent = [self.tier.send(task.target, entry, path) for entry, path in files]
+            return _Sent(frozenset(entry.path for entry, _ in files), sum(sent))
 
         return attempt(send)
 
+    def _mine(self, task: _Task) -> tuple[str, list[tuple[FileEntry, Path]]]:
+        """What a checkpoint is called in this rank's folder, and the files that are this rank's to send."""
+        tier, sharing, rank = self._folder.tier, self._folder.sharing, self._ranks.rank
+        assert isinstance(tier, LocalTier)
+        with self._lock:
+            own = [(name, one) for name, one in self._known.hot.items() if one.is_same_save(task.manifest)]
+        name, manifest = own[0] if own else (task.name, task.manifest)
+        files = []
+        for index, entry in enumerate(manifest):
+            # What a rank saved, that rank sends.  Where it is gone, or that failed, whoever has it beside it.
+            saved_here = task.owners_only and entry.rank in sharing
+            if task.owners_only and not saved_here and entry.rank < self._ranks.world_size:
+                continue
+            sender = entry.rank if saved_here else sharing[index % len(sharing)]
+            holder = store.holder(name, entry)
+            if sender == rank and tier.size(holder, entry.path) == entry.size:
+                files.append((entry, tier.path(holder, entry.path)))
+        return name, files
+
+    @contextmanager
+    def _holding(self, task: _Task) -> Iterator[list[tuple[FileEntry, Path]]]:
+        """The files that are this rank's to send, by links that stay whatever becomes of their checkpoint meanwhile:
+        in a folder that looks like a save under way, which no list shows and every start sweeps once this process is
+        gone.  Where links cannot be made they are sent from where they are."""
+        tier = self._folder.tier
+        assert isinstance(tier, LocalTier)
+        name, files = self._mine(task)
+        private = f"{name}{PARTIAL}{uuid.uuid4().hex[:12]}-{self._ranks.rank}"
+        try:
+            with suppress(OSError):
+                tier.begin(private)
+            with tier.hold(private) if tier.exists(private) else nullcontext():
+                yield [(entry, self._linked(path, tier.path(private, entry.path))) for entry, path in files]
+        finally:
+            tier.discard(private)
+
+    def _linked(self, path: Path, link: Path) -> Path:
+        """A link to a file, or the file itself where there can be none."""
+        try:
+            os.link(path, link)
+        except FileNotFoundError:
+            return path
+        except OSError:
+            self._has_links = False
+            return path
+        return link
+
     def _take_note(self, task: _Task, outcome: Outcome) -> None:
         """How one ended: for what is known here, for the training thread and, on rank 0, for people."""
-        name, self._current = task.name, None
+        save, self._current, leads = task.manifest.save_id, None, self._ranks.rank == 0
         if isinstance(outcome, Replicated):
             with self._lock:
                 self._known.cold[task.target] = outcome.manifest
-            self._failed.pop(name, None)
-            if self._ranks.rank == 0:
+            self._failed.pop(save, None)
+            self._gave_ways = 0
+            if leads:
                 self._tell_of_success(outcome)
             self._news.put(outcome)
-            return
-        self._failed[name] = self._failed.get(name, 0) + 1
-        if isinstance(outcome, CheckpointCorrupt):
-            self._spoiled[name] = task.manifest.order
-        if self._ranks.rank == 0 and not isinstance(outcome, _GaveWay):
-            self._tell_of_failure(name, outcome)
+        elif isinstance(outcome, _GaveWay):
+            self._gave_ways += 1
+            if leads and self._gave_ways == GAVE_WAY:
+                self._tell_of_giving_way(task.name)
+        else:
+            self._failed[save] = self._failed.get(save, 0) + 1
+            if isinstance(outcome, _Incomplete) and task.owners_only:
+                return  # the others may have it
+            if isinstance(outcome, (CheckpointCorrupt, _Incomplete)):
+                self._spoiled.add(save)
+            if leads:
+                self._tell_of_failure(task.name, outcome)
+
+    def _tell_of_giving_way(self, name: str) -> None:
+        why = "" if self._has_links else ", and this file system has no hard links to hold it by"
+        log.warning(
+            "event=replicate tier=cold outcome=gave-way name=%s times=%d reason=%r note=%r",
+            name,
+            self._gave_ways,
+            f"the name is saved again before a copy is there{why}",
+            "the cold tier gets none: save more rarely, or let names differ",
+        )
 
     def _tell_of_failure(self, name: str, failure: BaseException) -> None:
         """Once for each checkpoint that is damaged here, and once for each outage."""
         if isinstance(failure, CheckpointCorrupt):
             note = "it is damaged here and is not sent; verify it"
+        elif isinstance(failure, _Incomplete):
+            note = "no folder has these files whole, so it is not sent; the local copies stay"
+            failure = CheckpointCorrupt(", ".join(map(str, failure.args[:5])))
         else:
             self._failures += 1
             note = "it is tried again; the local copies stay"
@@ -435,7 +561,7 @@ class Replicator:
         log.warning(
             "event=replicate tier=cold outcome=failed name=%s backlog=%d lag=%.0f reason=%r note=%r",
             name,
-            len(self.pending()),
+            len(self._waiting()),
             self.lag,
             describe(failure),
             note,
@@ -452,19 +578,38 @@ class Replicator:
             done.bytes,
             done.seconds,
             done.lag,
-            len(self.pending()),
+            len(self._waiting()),
         )
 
     def _next(self) -> _Task | None:
         """The oldest that is on its way, of those that failed least often."""
-        waiting = self.pending()
+        waiting = self._waiting()
         with self._lock:
             tasks = [
-                _Task(name, target, self._known.hot[name], owners_only=name not in self._failed)
+                _Task(name, target, manifest, owners_only=manifest.save_id not in self._failed)
                 for target, name in self._known.lacking().items()
-                if name in waiting and self._spoiled.get(name) != self._known.hot[name].order
+                if name in waiting and not self._is_spoiled(manifest := self._known.hot[name])
             ]
-        return min(tasks, key=lambda task: (self._failed.get(task.name, 0), task.manifest.order), default=None)
+        return min(
+            tasks, key=lambda task: (self._failed.get(task.manifest.save_id, 0), task.manifest.order), default=None
+        )
+
+    def _as_it_is(self, task: _Task | None) -> _Task | None:
+        """The task for the save that has the name now, where a newer one took it that the training thread has not told
+        of yet; None where that is there already."""
+        if task is None:
+            return None
+        found = attempt(lambda: store.read_manifest(self._folder.tier, task.name))
+        if not isinstance(found, Manifest) or found.is_same_save(task.manifest):
+            return task
+        with self._lock:
+            there = {manifest.save_id for manifest in self._known.cold.values()}
+        return None if found.save_id in there | self._spoiled else replace(task, manifest=found)
+
+    def _rest(self) -> None:
+        """Until there is news, or for a moment."""
+        self._wake.wait(TICK)
+        self._wake.clear()
 
     def _pause(self) -> None:
         """Before the next try: longer after each failure, and short once the run has ended."""
@@ -478,7 +623,9 @@ class Replicator:
         """Remove what the rule gives up; the names."""
         with self._lock:
             cold = dict(self._known.cold)
-        removed = store.retain(self.tier, self._keep, self._ranking, self._in_use, committed=cold)
+            used = {self._known.hot[name].save_id for name in self._in_use if name in self._known.hot}
+        in_use = {*self._in_use, *(name for name, manifest in cold.items() if manifest.save_id in used)}
+        removed = store.retain(self.tier, self._keep, self._ranking, in_use, committed=cold)
         names = [verdict.name for verdict in removed]
         with self._lock:
             for name in names:

@@ -11,6 +11,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,11 +19,12 @@ from lightning_resilience import store
 from lightning_resilience.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,
+    CheckpointUncommitted,
     ResilienceError,
     TierDenied,
     TierUnavailable,
 )
-from lightning_resilience.manifest import MANIFEST, META, METADATA, FileEntry, Manifest
+from lightning_resilience.manifest import MANIFEST, META, METADATA, PARTIAL, FileEntry, Manifest
 from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.tiers import FETCHED, LocalTier
@@ -53,6 +55,8 @@ class Source:
     manifest: Manifest | None = None
     fetched: int = 0
     """Bytes that had to be fetched from the cold tier."""
+    copies: tuple[str, ...] = ()
+    """What its copies in the cold tier are called."""
 
     @property
     def path(self) -> Path:
@@ -71,17 +75,61 @@ class Search:
     source: Source | None = None
     skipped: dict[str, str] = field(default_factory=dict)
 
-    def skip(self, path: Path, why: str | ResilienceError, *, aloud: bool) -> None:
-        """Note why a checkpoint is not the one; damage is warned of, where ``aloud`` (one rank's word is enough)."""
+    def skip(self, where: Path | str, why: str | ResilienceError, *, aloud: bool) -> None:
+        """Note why the checkpoint at a path or URL is not the one; damage is warned of, where ``aloud`` (one rank's
+        word is enough)."""
         if isinstance(why, ResilienceError):
             why = ", ".join(getattr(why, "problems", ())) or why.message
             if aloud:
-                log.warning("event=resume skipped=%s reason=%r", path.name, why)
-        self.skipped[str(path)] = why
+                log.warning("event=resume skipped=%s reason=%r", _called(str(where)), why)
+        self.skipped[str(where)] = why
 
     def explain(self) -> str:
         """The skipped ones and why, in one line."""
-        return "; ".join(f"{Path(path).name}: {why}" for path, why in self.skipped.items())
+        return "; ".join(f"{_called(where)}: {why}" for where, why in self.skipped.items())
+
+
+def _called(where: str) -> str:
+    """What people call it: by its name in a folder, by its URL elsewhere."""
+    return where if "://" in where else Path(where).name
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A checkpoint as a list shows it: which ``save`` it is, its place in the ``order``, and why a run may not resume
+    from it, if it may not."""
+
+    save: str
+    order: tuple[int, int]
+    unresumable: str | None
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> _Seen:
+        return cls(manifest.save_id, manifest.order, manifest.unresumable)
+
+
+@dataclass
+class _Candidate:
+    """A save that a place has, in some of its folders, in its cold tier, or in both, under whatever names: its
+    ``name`` is that of the lowest rank that has it, or else of a copy."""
+
+    place: int
+    seen: _Seen
+    name: str
+    ranks: dict[int, str] = field(default_factory=dict)
+    """What it is called in the folder of each rank that has it."""
+    copies: dict[str, Manifest] = field(default_factory=dict)
+    """What it is called in the cold tier, and its manifest there."""
+    passed_over: str = ""
+    """Why it is not to be tried, if it is not."""
+
+    def rank_in_order(self) -> tuple[tuple[int, int], int, bool, str]:
+        """Sorts candidates from old to new, on all ranks alike."""
+        return self.seen.order, self.place, bool(self.ranks), self.seen.save
+
+    def may_be(self, found: _Finding | None) -> bool:
+        """Whether it may be what was ``found`` under its name."""
+        return not isinstance(found, _Seen) or found.save == self.seen.save
 
 
 def find_last(
@@ -90,60 +138,69 @@ def find_last(
     needs: Needs | None = None,
     passed_over: Mapping[tuple[int, str], str] | None = None,
 ) -> Search:
-    """The newest healthy checkpoint in ``places``, or in the cold tiers behind them, that all ranks together can
-    restore.  Collective.
+    """The newest healthy save in ``places``, or in the cold tiers behind them, that all ranks together can restore.
+    Collective.
+
+    A save is what it is whatever it is called: folders and the cold tier may have different ones under one name, and
+    one under different names.
 
     Args:
         ranks: who resumes.
         places: where to look.
         needs: see ``verify_together``.
-        passed_over: why not, by number of the place and name of the checkpoint; the same on all ranks.
+        passed_over: why not, by number of the place and name in rank 0's folder; the same on all ranks.
 
     Raises:
-        TierUnavailable, TierDenied: a cold tier does not answer, and without it there is nothing to resume.
+        TierUnavailable, TierDenied: a cold tier does not answer, and without it there is nothing to resume, or only
+            something older than what it may have whole.
     """
-    search = Search()
-    candidates: list[tuple[tuple[int, int], int, str, Manifest | None]] = []
-    silent: list[ResilienceError] = []
+    search, aloud = Search(), ranks.rank == 0
+    candidates: list[_Candidate] = []
+    silent: dict[int, ResilienceError] = {}
     for index, place in enumerate(places):
         listings = ranks.gathered(lambda place=place: _what_is_there(place.tier))  # type: ignore[misc]
         raise_first(listings)
-        found: dict[str, _Finding] = {}
-        for listing in reversed(listings):
-            assert isinstance(listing, dict)
-            found |= {name: what for name, what in listing.items() if not isinstance(found.get(name), tuple)}
-            found |= {name: what for name, what in listing.items() if isinstance(what, tuple)}
-        cold = _what_is_cold(ranks, place)
-        if isinstance(cold, ResilienceError):
-            silent.append(cold)
-            cold = {}
-        for name in {**found, **cold}:
-            here, there = found.get(name), cold.get(name)
-            if isinstance(here, tuple):
-                candidates.append((here, index, name, there if there is not None and there.order == here else None))
-            elif there is not None:
-                candidates.append((there.order, index, name, there))
-            elif here is not None:
-                search.skip(place.tier.path(name), here, aloud=ranks.rank == 0)
-    for _, index, name, there in sorted(candidates, key=lambda one: one[:3], reverse=True):
-        place = places[index]
-        if passed_over and (index, name) in passed_over:
-            search.skip(place.tier.path(name), passed_over[index, name], aloud=False)
+        here = [listing for listing in listings if isinstance(listing, dict)]
+        there = _what_is_cold(ranks, place)
+        if isinstance(there, ResilienceError):
+            silent[index], there = there, {}
+        saves = _saves(index, here, there)
+        names = {name for save in saves for name in (*save.ranks.values(), *save.copies)}
+        broken = {place.tier.path(name): what for one in here for name, what in one.items() if name not in names}
+        for path, why in broken.items():
+            if isinstance(why, ResilienceError):
+                search.skip(path, why, aloud=aloud)
+        for name, manifest in there.items():
+            if isinstance(manifest, ResilienceError) and place.cold is not None:
+                search.skip(place.cold.where(name), manifest, aloud=aloud)
+        for save in saves:
+            if (index, save.name) in (passed_over or {}) and save.may_be(here[0].get(save.name)):
+                save.passed_over = (passed_over or {})[index, save.name]
+        candidates += saves
+    for save in sorted(candidates, key=_Candidate.rank_in_order, reverse=True):
+        place = places[save.place]
+        where = place.cold.where(save.name) if place.cold is not None and not save.ranks else place.tier.path(save.name)
+        if why_not := save.passed_over or save.seen.unresumable:
+            search.skip(where, why_not, aloud=False)
             continue
         try:
-            search.source = verify_together(ranks, place, name, there, needs)
+            search.source = verify_together(
+                ranks, place, save.name, save=save.seen.save, copies=save.copies, needs=needs
+            )
             return search
         except (TierUnavailable, TierDenied):
             raise  # it may be whole: an older one, or none, is not the answer to an outage
         except ResilienceError as error:
-            search.skip(place.tier.path(name), error, aloud=ranks.rank == 0)
+            if save.place in silent:
+                raise silent[save.place] from error  # for the same reason
+            search.skip(where, error, aloud=aloud)
     if silent:
-        raise silent[0]
+        raise next(iter(silent.values()))
     return search
 
 
-_Finding = tuple[int, int] | str | ResilienceError
-"""Place in the order of a checkpoint that a run may resume from, or why it may not: its nature, or damage."""
+_Finding = _Seen | ResilienceError
+"""A checkpoint, or why there is none although something is there."""
 
 
 def _what_is_there(tier: LocalTier) -> dict[str, _Finding]:
@@ -153,23 +210,40 @@ def _what_is_there(tier: LocalTier) -> dict[str, _Finding]:
         for name, error in listing.unusable.items()
         if name in tier.names() and not store.is_stock_folder(tier.path(name))
     }
-    return found | {name: manifest.unresumable or manifest.order for name, manifest in listing.committed.items()}
+    return found | {name: _Seen.of(manifest) for name, manifest in listing.committed.items()}
 
 
-def _what_is_cold(ranks: Ranks, place: Place) -> dict[str, Manifest] | ResilienceError:
-    """What the cold tier behind a place has to resume from, as rank 0 sees it; or that it does not answer."""
+def _what_is_cold(ranks: Ranks, place: Place) -> dict[str, Manifest | ResilienceError] | ResilienceError:
+    """What the cold tier behind a place has, as rank 0 sees it, and why not where it is damaged; or that it does not
+    answer."""
     cold = place.cold
     if cold is None:
         return {}
     listing = ranks.broadcast(attempt(lambda: store.list_checkpoints(cold)) if ranks.rank == 0 else None)
-    if isinstance(listing, ResilienceError):
+    if isinstance(listing, (TierUnavailable, TierDenied)):
         if ranks.rank == 0:
             log.warning("event=resume tier=cold url=%s error=%r", cold.where(), listing.message)
         return listing
     if isinstance(listing, BaseException):
         raise listing
     assert listing is not None
-    return {name: manifest for name, manifest in listing.committed.items() if manifest.unresumable is None}
+    return {**listing.damaged, **listing.committed}
+
+
+def _saves(
+    place: int, here: Sequence[Mapping[str, _Finding]], there: Mapping[str, Manifest | ResilienceError]
+) -> list[_Candidate]:
+    """The saves of a place, from the lists of its ranks and of its cold tier."""
+    saves: dict[str, _Candidate] = {}
+    for rank, listing in enumerate(here):
+        for name, seen in sorted(listing.items(), key=lambda item: item[0]):
+            if isinstance(seen, _Seen):
+                saves.setdefault(seen.save, _Candidate(place, seen, name)).ranks.setdefault(rank, name)
+    for name, manifest in sorted(there.items(), key=lambda item: item[0]):
+        if isinstance(manifest, Manifest):
+            seen = _Seen.of(manifest)
+            saves.setdefault(seen.save, _Candidate(place, seen, name)).copies[name] = manifest
+    return list(saves.values())
 
 
 Needs = Callable[[Source], set[str]]
@@ -177,47 +251,105 @@ Needs = Callable[[Source], set[str]]
 
 
 def verify_together(
-    ranks: Ranks, place: Place, name: str, there: Manifest | None = None, needs: Needs | None = None
+    ranks: Ranks,
+    place: Place,
+    name: str,
+    *,
+    save: str | None = None,
+    copies: Mapping[str, Manifest] | None = None,
+    needs: Needs | None = None,
 ) -> Source:
     """Check every byte of a checkpoint, each file by one rank of each folder, and bring every folder what its ranks
     need, with the bytes of another folder or of the cold tier.  Collective.
 
     A folder that all ranks share is made whole.  One of several gets the files that its own ranks read, and no more,
-    so that a node does not fetch what the others hold.
+    so that a node does not fetch what the others hold.  Where a folder has another save under that name, neither is
+    touched for the other: it gets a name that is free.
 
     Args:
         ranks: who checks.
         place: where.
         name: of the checkpoint.
-        there: its manifest in the cold tier, if it is there.
+        save: which save is meant; the one that the lowest rank has under that name if None.
+        copies: its copies in the cold tier, by their names there.
         needs: tells what this rank reads; all of it if None.
 
     Raises:
         CheckpointCorrupt: a file is damaged or missing everywhere; on all ranks.
         CheckpointNotFound, CheckpointUncommitted, CheckpointIncompatible: there is no manifest to go by.
     """
-    tier = place.tier
-    manifests = ranks.gathered(lambda: store.read_manifest(tier, name))
-    good = [manifest for manifest in manifests if isinstance(manifest, Manifest)]
-    if not good and there is None:
-        raise_first(manifests)
-    manifest = good[0] if good else there
-    assert manifest is not None
-    source = Source(tier, name, manifest)
-    found = _look(ranks, place, name, manifest)
-    if (lost := found.lost) and there is None:
+    tier, leads = place.tier, ranks.rank == place.sharing[0]
+    read = ranks.gathered(lambda: store.read_manifest(tier, name))
+    known = [one for one in read if isinstance(one, Manifest) and save in (None, one.save_id)]
+    if not (known := known or list((copies or {}).values())):
+        raise_first(read)
+        raise CheckpointNotFound(f"{name} is another save's.")
+    manifest = known[0]
+    spots = ranks.gathered(lambda: _spot(tier, name, manifest) if leads else None)
+    raise_first(spots)
+    spot = spots[place.sharing[0]]
+    assert isinstance(spot, _Spot)
+    source = Source(tier, spot.work, spot.manifest, copies=tuple(copies or ()))
+    found = _look(ranks, place, source)
+    if (lost := found.lost) and not copies:
         raise CheckpointCorrupt(f"{name} is damaged: {'; '.join(lost.values())}.", problems=tuple(lost.values()))
-    small = {METADATA, META}
-    fetched = _bring(ranks, place, source, found, small)
-    mine = manifest.paths - small
-    if found.lacking and needs is not None and len(place.sharing) < ranks.world_size:
-        needed = ranks.gathered(lambda: needs(source))
-        raise_first(needed)
-        mine &= set().union(*(needed[rank] for rank in place.sharing))  # type: ignore[arg-type]
-    fetched += _bring(ranks, place, source, found, mine)
-    lacks = isinstance(manifests[ranks.rank], BaseException) and ranks.rank == place.sharing[0]
-    raise_first(ranks.gathered(lambda: tier.put_manifest(name, manifest.to_bytes()) if lacks else None))
-    return replace(source, fetched=sum(ranks.all_gather(fetched)))
+    with ExitStack() as held:
+        raise_first(ranks.gathered(lambda: spot.begin(tier, held) if leads else None))
+        small = {METADATA, META}
+        fetched = _bring(ranks, place, source, found, small)
+        mine = manifest.paths - small
+        if found.lacking and needs is not None and len(place.sharing) < ranks.world_size:
+            needed = ranks.gathered(lambda: needs(source))
+            raise_first(needed)
+            mine &= set().union(*(needed[rank] for rank in place.sharing))  # type: ignore[arg-type]
+        fetched += _bring(ranks, place, source, found, mine)
+        raise_first(ranks.gathered(lambda: spot.finish(tier) if leads else None))
+    return replace(source, name=spot.name, fetched=sum(ranks.all_gather(fetched)))
+
+
+@dataclass(frozen=True)
+class _Spot:
+    """Where a folder has a save, or gets it.
+
+    Args:
+        name: what it is called there.
+        work: where its files are: under its name, or in a folder that becomes it once it is whole.
+        manifest: which files.
+        has_manifest: whether that is there.
+    """
+
+    name: str
+    work: str
+    manifest: Manifest
+    has_manifest: bool = False
+
+    def begin(self, tier: LocalTier, held: ExitStack) -> None:
+        """Get ready for files: what is not whole in the end is taken away again."""
+        if self.work != self.name:
+            tier.begin(self.work)
+            held.callback(tier.discard, self.work)
+            held.enter_context(tier.hold(self.work))
+
+    def finish(self, tier: LocalTier) -> None:
+        """All that is needed is there: let it be a checkpoint."""
+        if self.work != self.name:
+            store.commit(tier, self.work, self.name, self.manifest)
+        elif not self.has_manifest:
+            tier.put_manifest(self.name, self.manifest.to_bytes())
+
+
+def _spot(tier: LocalTier, name: str, manifest: Manifest) -> _Spot:
+    """Where a folder has a save, whatever it is called there, or else where it gets it."""
+    listing = store.list_checkpoints(tier)
+    names = [one for one, known in listing.committed.items() if known.is_same_save(manifest)]
+    if names:
+        own = name if name in names else names[0]
+        return _Spot(own, own, listing.committed[own], has_manifest=True)
+    alone, why = manifest.standing_alone(), listing.unusable.get(name)
+    if isinstance(why, (CheckpointCorrupt, CheckpointUncommitted)) and not store.is_stock_folder(tier.path(name)):
+        return _Spot(name, name, alone)  # of no use as it is, so what is there may be put right
+    free = store.free_name(name, tier.exists)
+    return _Spot(free, f"{free}{PARTIAL}{uuid.uuid4().hex[:12]}-0", alone)
 
 
 @dataclass
@@ -234,10 +366,13 @@ class _Found:
         return {file: next(iter(why.values())) for file, why in self.lacking.items() if file not in self.holding}
 
 
-def _look(ranks: Ranks, place: Place, name: str, manifest: Manifest) -> _Found:
+def _look(ranks: Ranks, place: Place, source: Source) -> _Found:
     """Check the files of a checkpoint in every folder, shared out over the ranks that share it.  Collective."""
-    mine = manifest.files[place.sharing.index(ranks.rank) :: len(place.sharing)]
-    checked = ranks.gathered(lambda: {entry.path: store.content_problem(place.tier, name, entry) for entry in mine})
+    assert source.manifest is not None
+    mine = source.manifest.files[place.sharing.index(ranks.rank) :: len(place.sharing)]
+    checked = ranks.gathered(
+        lambda: {entry.path: store.content_problem(source.tier, source.name, entry) for entry in mine}
+    )
     raise_first(checked)
     found = _Found()
     for leader, findings in zip(ranks.all_gather(place.sharing[0]), checked, strict=True):
@@ -262,36 +397,34 @@ def _bring(ranks: Ranks, place: Place, source: Source, found: _Found, files: Col
     wanted = {file for file in files if leader in found.lacking.get(file, ())}
     fetched = 0
     if lost:
-        fetched = _fetch(ranks, place, source.name, [entry for entry in manifest if entry.path in wanted & lost])
+        fetched = _fetch(ranks, place, source, [entry for entry in manifest if entry.path in wanted & lost])
     sinks: dict[str, set[int]] = {}
     for sink, names in ranks.all_gather((leader, sorted(wanted - lost))):
         for file in names:
             sinks.setdefault(file, set()).add(sink)
     for file in sorted(sinks):
-        _copy(ranks, place, source.name, manifest.file(file), found.holding[file], sinks[file])
+        _copy(ranks, source, file, found.holding[file], sinks[file])
     return fetched
 
 
-def _fetch(ranks: Ranks, place: Place, name: str, entries: Sequence[FileEntry]) -> int:
+def _fetch(ranks: Ranks, place: Place, source: Source, entries: Sequence[FileEntry]) -> int:
     """Bring files from the cold tier to this rank's folder, shared out over the ranks that share it; the bytes that
     this rank fetched."""
-    cold, tier = place.cold, place.tier
+    cold, tier, name = place.cold, source.tier, source.name
     assert cold is not None
     mine = entries[place.sharing.index(ranks.rank) :: len(place.sharing)]
 
     def fetch_mine() -> None:
         for entry in mine:
-            target = tier.path(name, entry.path)
+            target = source.locate(entry.path)
             target.parent.mkdir(parents=True, exist_ok=True)
             sink = target.with_name(f".{entry.path}{FETCHED}{uuid.uuid4().hex[:12]}")
             try:
-                cold.fetch(name, entry, sink)
+                _fetch_one(cold, source.copies, entry, sink)
                 os.replace(sink, target)
-            except FileNotFoundError as error:
-                raise CheckpointCorrupt(f"{error}", problems=(f"{entry.path} is missing in {cold.where()}",)) from error
             finally:
                 sink.unlink(missing_ok=True)
-            log.info("event=heal name=%s file=%s from=%s", name, entry.path, cold.where())
+            log.info("event=heal name=%s file=%s from=%s", name.partition(PARTIAL)[0], entry.path, cold.where())
         tier.begin(name)
         tier.sync(name)
 
@@ -299,33 +432,47 @@ def _fetch(ranks: Ranks, place: Place, name: str, entries: Sequence[FileEntry]) 
     return sum(entry.size for entry in mine)
 
 
-def _copy(ranks: Ranks, place: Place, name: str, entry: FileEntry | None, source: int, sinks: set[int]) -> None:
+def _fetch_one(cold: RemoteTier, copies: Sequence[str], entry: FileEntry, sink: Path) -> None:
+    """Bring one file from the first copy that has it whole."""
+    problems: list[CheckpointCorrupt | FileNotFoundError] = []
+    for name in copies:
+        try:
+            cold.fetch(name, entry, sink)
+            return
+        except (CheckpointCorrupt, FileNotFoundError) as error:
+            problems.append(error)
+    if isinstance(problem := problems[0], CheckpointCorrupt):
+        raise problem
+    raise CheckpointCorrupt(f"{problem}", problems=(f"{entry.path} is missing in {cold.where()}",)) from problem
+
+
+def _copy(ranks: Ranks, source: Source, file: str, giver: int, sinks: set[int]) -> None:
     """Bring a file to the folders that lack it, from the leader of one that has it."""
-    assert entry is not None
-    tier, holder = place.tier, store.holder(name, entry)
-    target = tier.path(holder, entry.path)
+    target = source.locate(file)
     sink = None
     if ranks.rank in sinks:
         target.parent.mkdir(parents=True, exist_ok=True)
-        sink = target.with_name(f".{entry.path}{FETCHED}{uuid.uuid4().hex[:12]}")
+        sink = target.with_name(f".{file}{FETCHED}{uuid.uuid4().hex[:12]}")
     try:
-        ranks.copy_file(source, target, sink)
-        raise_first(ranks.gathered(lambda: _take_in(tier, holder, entry, sink)))
+        ranks.copy_file(giver, target, sink)
+        raise_first(ranks.gathered(lambda: _take_in(source, file, sink)))
     finally:
         if sink is not None:
             sink.unlink(missing_ok=True)
     if sink is not None:
-        log.info("event=heal name=%s file=%s from_rank=%d", name, entry.path, source)
+        log.info("event=heal name=%s file=%s from_rank=%d", source.name.partition(PARTIAL)[0], file, giver)
 
 
-def _take_in(tier: LocalTier, holder: str, entry: FileEntry, sink: Path | None) -> None:
+def _take_in(source: Source, file: str, sink: Path | None) -> None:
     """Put a copied file in its place, if it is what the manifest says."""
     if sink is None:
         return
-    if tier.digest(holder, sink.name) != entry.xxh3_128:
-        raise CheckpointCorrupt(f"{entry.path} was damaged on its way here.", problems=(f"{entry.path}: bad copy",))
-    os.replace(sink, tier.path(holder, entry.path))
-    tier.sync(holder)
+    target, entry = source.locate(file), source.manifest.file(file) if source.manifest is not None else None
+    assert entry is not None
+    if source.tier.digest(target.parent.name, sink.name) != entry.xxh3_128:
+        raise CheckpointCorrupt(f"{file} was damaged on its way here.", problems=(f"{file}: bad copy",))
+    os.replace(sink, target)
+    source.tier.sync(target.parent.name)
 
 
 def open_explicit(ranks: Ranks, path: Path, place: Place | None = None, needs: Needs | None = None) -> Source:
@@ -351,6 +498,25 @@ def open_explicit(ranks: Ranks, path: Path, place: Place | None = None, needs: N
         return verify_together(ranks, place or Place.shared(ranks, source.tier), source.name, needs=needs)
     except CheckpointCorrupt as error:
         raise CheckpointCorrupt(error.message, problems=error.problems, hint=store.available(source.tier)) from error
+
+
+def open_with_copies(ranks: Ranks, place: Place, name: str, needs: Needs | None = None) -> Source | None:
+    """The save that a folder has under a name, made whole from the other folders and from its copies in the cold tier,
+    whatever those are called; None where no folder knows which save that is.  Collective.
+
+    Raises:
+        CheckpointCorrupt: a file is damaged or missing everywhere.
+        TierUnavailable, TierDenied: the cold tier does not answer.
+    """
+    read = ranks.gathered(lambda: store.read_manifest(place.tier, name))
+    known = [one for one in read if isinstance(one, Manifest)]
+    if not known:
+        return None
+    there = _what_is_cold(ranks, place)
+    if isinstance(there, ResilienceError):
+        raise there
+    copies = {one: it for one, it in there.items() if isinstance(it, Manifest) and it.is_same_save(known[0])}
+    return verify_together(ranks, place, name, save=known[0].save_id, copies=copies, needs=needs)
 
 
 def _open(path: Path) -> Source:

@@ -10,7 +10,6 @@ import dataclasses
 import logging
 import math
 import os
-import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Collection, Mapping
@@ -22,7 +21,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_resilience import logged, run_state, store, trainer_state
+from lightning_resilience import logged, run_state, scratch, store, trainer_state
 from lightning_resilience.attempts import Attempts, crash_loop, tried_in_vain
 from lightning_resilience.data import DataPosition
 from lightning_resilience.engine import OVERDUE, Engine, Facts, Folder, Save, Snapshot
@@ -41,7 +40,8 @@ from lightning_resilience.preemption import Preempted, Preemption, slurm_end
 from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.reader import CheckpointReader, canonical, load_trusted
 from lightning_resilience.remote import RemoteTier
-from lightning_resilience.resume import Place, Source, find_last, open_explicit, verify_together
+from lightning_resilience.resume import Place, Source, find_last, open_explicit, open_with_copies, verify_together
+from lightning_resilience.scratch import Scratch
 from lightning_resilience.shards import PLAIN
 from lightning_resilience.strategies import Doorway, edits_loaded_state, family_of, raw_optimizer
 from lightning_resilience.tiers import LocalTier, local_path
@@ -66,6 +66,7 @@ class Session:
     def __init__(self, trainer: Trainer, *, memory: Any = "auto", timeout: float = 1800.0) -> None:
         self.trainer = trainer
         self.family = family_of(trainer.strategy)
+        scratch.sweep(Path(tempfile.gettempdir()))
         self.ranks = Ranks(
             trainer.global_rank,
             trainer.world_size,
@@ -95,7 +96,8 @@ class Session:
         self._attempts: Attempts | None = None
         self._restores_optimizers = True
         self._rolls_back = False
-        self._scratches: list[LocalTier] = []
+        self._scratches: dict[LocalTier, tuple[Scratch, bool]] = {}
+        """Folders for what is fetched, and whether this rank is the one to remove each."""
         self._finished: list[Save] = []
         self._users = 0
         self._source: Source | None = None
@@ -174,9 +176,14 @@ class Session:
             finally:
                 self._detach(abandoned=True)
 
+    def _empty_scratches(self) -> None:
+        for folder, is_mine in self._scratches.values():
+            if is_mine:
+                folder.empty()
+
     def _remove_scratches(self) -> None:
-        for scratch in self._scratches:
-            shutil.rmtree(scratch.root, ignore_errors=True)
+        for folder, is_mine in self._scratches.values():
+            folder.close(remove=is_mine)
         self._scratches.clear()
 
     def _attach(self) -> None:
@@ -264,18 +271,23 @@ class Session:
             self.folders[tier.where()] = self.engine.open_folder(tier, **rules)
         return self.folders[tier.where()]
 
-    def place(self, tier: LocalTier | RemoteTier, cold: RemoteTier | None = None) -> Place:
+    def place(self, tier: LocalTier | RemoteTier, cold: RemoteTier | None = None, *, find_out: bool = False) -> Place:
         """Where checkpoints of a tier are read from.  Collective.
 
         Args:
             tier: what is saved to; what has no local folder gets one for as long as this session lasts.
             cold: what is behind it.
+            find_out: whether to find out which ranks share a folder that is not open, where they can write it;
+                otherwise all are taken to.
         """
         cold = tier if isinstance(tier, RemoteTier) else cold
         if isinstance(tier, RemoteTier):
             place = Place(*self._scratch(), cold=cold)
         elif (folder := self.folders.get(tier.where())) is not None:
             place = Place(tier, folder.sharing, cold)
+        elif find_out and self.ranks.world_size > 1:
+            sharing = attempt(lambda: self.ranks.sharing(tier))  # fails on all ranks or on none
+            place = Place(tier, sharing, cold) if isinstance(sharing, tuple) else Place.shared(self.ranks, tier, cold)
         else:
             place = Place.shared(self.ranks, tier, cold)
         self.places[tier.where()] = place
@@ -285,12 +297,13 @@ class Session:
 
     def _scratch(self) -> tuple[LocalTier, tuple[int, ...]]:
         """A folder on this machine for what is fetched, and the ranks that share it."""
-        token = self.ranks.broadcast(f"lightning_resilience-{uuid.uuid4().hex[:12]}")
-        scratch = LocalTier(Path(tempfile.gettempdir()) / token)
-        sharing = self.ranks.sharing(scratch)
-        if self.ranks.rank == sharing[0]:
-            self._scratches.append(scratch)
-        return scratch, sharing
+        token = self.ranks.broadcast(uuid.uuid4().hex[:12])
+        opened: list[Scratch] = []
+        raise_first(self.ranks.gathered(lambda: opened.append(Scratch(Path(tempfile.gettempdir()), token))))
+        tier = LocalTier(opened[0].path)
+        sharing = self.ranks.sharing(tier)
+        self._scratches[tier] = opened[0], self.ranks.rank == sharing[0]
+        return tier, sharing
 
     def ends_within_an_epoch(self) -> bool:
         """Whether training stops now, in the middle of an epoch that a longer run would go on with."""
@@ -464,7 +477,7 @@ class Session:
         def resume_end() -> None:
             original()  # ends with a barrier: all ranks have read what they need
             self._reader, self._loaded = None, {}
-            self._remove_scratches()
+            self._empty_scratches()
             if self.resumed is not None and self._stop_is_wanted:
                 self.trainer.should_stop = True
             why = self._doorway.stopped_early() if self.resumed is not None else None
@@ -501,10 +514,12 @@ class Session:
         if is_file and is_ours:
             raise CheckpointNotFound(f"{text!r} is a file of a checkpoint.", hint=f"Give {str(path.parent)!r}.")
         # Of a folder that is called differently on every node, each rank opens its own.
-        roots, parent = list(self.folders), str(path.parent)
+        known = {where: folder.tier for where, folder in self.folders.items()}
+        known |= {where: place.tier for where, place in self.places.items() if where == place.tier.where()}
+        roots, parent = list(known), str(path.parent)
         number = self.ranks.broadcast(roots.index(parent) if parent in roots else None)
         if number is not None:
-            tier = self.folders[roots[number]].tier
+            tier = known[roots[number]]
             assert isinstance(tier, LocalTier)
             return self._from_folder(tier, path.name)
         return str(path) if is_file else open_explicit(self.ranks, path, needs=self._needs)
@@ -515,10 +530,14 @@ class Session:
         try:
             return open_explicit(self.ranks, tier.path(name), place, self._needs)
         except (CheckpointNotFound, CheckpointUncommitted, CheckpointCorrupt) as error:
-            found = self._from_url(place.cold.where(name)) if place.cold is not None else None
+            if place.cold is None and isinstance(error, CheckpointCorrupt):
+                raise
+            found: Source | str | None = open_with_copies(self.ranks, place, name, self._needs)
+            if found is None and place.cold is not None:
+                found = self._from_url(place.cold.where(name))
             if isinstance(found, Source):
                 return found
-            raise error
+            raise
 
     def _from_url(self, url: str) -> Source | str:
         """The checkpoint at a URL; the URL itself where stock Lightning can load what is there."""
@@ -536,7 +555,8 @@ class Session:
             is_another = isinstance(here, Manifest) and not here.is_same_save(found)
             if self.ranks.any_max(is_another)[0]:
                 place = Place(*self._scratch(), cold=cold)
-            return verify_together(self.ranks, place, name, found, self._needs)
+            copies = {name: found}
+            return verify_together(self.ranks, place, name, save=found.save_id, copies=copies, needs=self._needs)
         if isinstance(found, (CheckpointNotFound, CheckpointUncommitted)):
             stat = self.ranks.broadcast(attempt(lambda: cold.patience(lambda: cold.objects.stat(name))))
             if isinstance(stat, Stat):
@@ -676,7 +696,7 @@ class Session:
             self.resumed = source
             if source.manifest is not None:
                 self.engine.run = source.manifest.run
-                self.engine.in_use.add(source.name)
+                self.engine.in_use |= {source.name, *source.copies}
             self._doorway.before_training(self._restore_the_rest)
             self._read_rank_state(source)
 
@@ -694,7 +714,14 @@ class Session:
         tier = folder.tier
         place = self.places[tier.where()]
         listed = store.read_manifest(tier, name) if isinstance(tier, RemoteTier) else None
-        source = verify_together(self.ranks, place, name, listed, self._needs)
+        source = verify_together(
+            self.ranks,
+            place,
+            name,
+            save=listed.save_id if listed is not None else None,
+            copies={name: listed} if listed is not None else None,
+            needs=self._needs,
+        )
         self._source, self._reader, self._model_is_loaded, self._optimizers_are_in_it = source, None, False, False
         self._rolls_back = True
         try:

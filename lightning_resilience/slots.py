@@ -5,17 +5,14 @@ staging then is one copy of each tensor over its payload, into memory that is al
 that one can be written out while the other is filled.  They are files on tmpfs where that has room (the RAM tier),
 otherwise anonymous shared memory.
 
-Files of slots are private to the user (0600, in a folder 0700) and carry a lock that the kernel drops when their
-process dies, so that the next start can tell the dead from the living and free the memory.
+Files of slots are private to the user (0600, in a folder 0700 that ends with its process; see ``scratch``).
 """
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import mmap
 import os
-import shutil
 import uuid
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -23,13 +20,14 @@ from pathlib import Path
 
 import torch
 
+from lightning_resilience import scratch
 from lightning_resilience.errors import SetupError
+from lightning_resilience.scratch import Scratch
 from lightning_resilience.shards import PLAIN, FlatState, Layout, dump_object
 
 log = logging.getLogger("lightning_resilience")
 
 TMPFS = Path("/dev/shm")
-_PREFIX = "lightning_resilience-"
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap has no name for it
 _MAP_AT_ONCE = 4 * 2**20  # bytes; the call holds the interpreter's lock
 
@@ -122,10 +120,9 @@ class SlotMemory:
     def __init__(self, where: str | os.PathLike[str] | bool = "auto", rank: int = 0) -> None:
         self._rank = rank
         self._root = check_memory(where)
-        self._folder: Path | None = None
-        self._lock: int | None = None
+        self._folder: Scratch | None = None
         if self._root is not None:
-            _sweep_dead(self._root)
+            scratch.sweep(self._root)
 
     def allocate(self, layout: Layout, copies: int = 2) -> list[Slot]:
         """``copies`` slots for ``layout``; the caller closes them.
@@ -176,23 +173,14 @@ class SlotMemory:
     def _make_folder(self) -> Path:
         if self._folder is None:
             assert self._root is not None
-            name = f"{_PREFIX}{os.getuid()}-{uuid.uuid4().hex[:12]}-rank{self._rank}"
-            fresh = self._root / f".{name}"
-            fresh.mkdir(mode=0o700)
-            self._lock = os.open(fresh / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-            # Locked before it gets the name that a sweep of another rank looks for.
-            self._folder = fresh.rename(self._root / name)
-        return self._folder
+            self._folder = Scratch(self._root, f"{uuid.uuid4().hex[:12]}-rank{self._rank}")
+        return self._folder.path
 
     def close(self) -> None:
         """Remove everything; the slots must be closed."""
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.close()
             self._folder = None
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
 
 
 def check_memory(where: str | os.PathLike[str] | bool) -> Path | None:
@@ -212,21 +200,3 @@ def check_memory(where: str | os.PathLike[str] | bool) -> Path | None:
 def _free_bytes(folder: Path) -> int:
     stats = os.statvfs(folder)
     return stats.f_bavail * stats.f_frsize
-
-
-def _sweep_dead(root: Path) -> None:
-    """Free the slots of processes of this user that are gone."""
-    for folder in root.glob(f"{_PREFIX}{os.getuid()}-*"):
-        try:
-            lock = os.open(folder / "lock", os.O_RDWR)
-        except FileNotFoundError:
-            continue  # being made or being removed just now
-        except OSError:
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-        except OSError:
-            pass  # its process lives
-        finally:
-            os.close(lock)

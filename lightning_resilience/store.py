@@ -16,6 +16,8 @@ from lightning_resilience.errors import (
     CheckpointNotFound,
     CheckpointUncommitted,
     ResilienceError,
+    TierDenied,
+    TierUnavailable,
 )
 from lightning_resilience.manifest import (
     EXTENSION,
@@ -47,19 +49,37 @@ class Listing:
         """Names of the folders without a manifest."""
         return {name for name, why in self.unusable.items() if isinstance(why, CheckpointUncommitted)}
 
+    @property
+    def damaged(self) -> dict[str, ResilienceError]:
+        """The names under which there is a manifest that cannot be used, and why not."""
+        return {name: why for name, why in self.unusable.items() if not isinstance(why, CheckpointUncommitted)}
+
     def newest_first(self) -> list[str]:
         """Names of the committed ones, newest first."""
         return newest_first(self.committed)
 
 
-def list_checkpoints(tier: Tier) -> Listing:
-    """Read the manifests of a tier, as they are on disk now."""
+def list_checkpoints(tier: Tier, *, in_part: bool = False) -> Listing:
+    """Read the manifests of a tier, as they are on disk now.
+
+    Args:
+        tier: where.
+        in_part: whether what cannot be read now is ``unusable``, as is good enough to show people what there is; what
+            decides by the list must not take an outage for an answer.
+
+    Raises:
+        TierUnavailable, TierDenied: the tier cannot be listed, or not ``in_part`` and a manifest cannot be read.
+    """
     listing = Listing()
     for name in tier.names():
         try:
             listing.committed[name] = read_manifest(tier, name)
         except CheckpointNotFound:
             continue  # removed between the listing and the reading
+        except (TierUnavailable, TierDenied) as error:
+            if not in_part:
+                raise
+            listing.unusable[name] = error
         except ResilienceError as error:
             listing.unusable[name] = error
     for name in tier.leftovers():
@@ -110,7 +130,7 @@ def open_checkpoint(path: Path) -> tuple[LocalTier, str, Manifest]:
 
 def available(tier: Tier) -> str:
     """A sentence that names the checkpoints in a tier, newest first."""
-    names = list_checkpoints(tier).newest_first()
+    names = list_checkpoints(tier, in_part=True).newest_first()
     if not names:
         return f"There are no checkpoints in {tier.where()!r}."
     shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")

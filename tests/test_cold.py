@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -18,6 +19,7 @@ import torch
 
 from forks import run_forks, start_forks
 from lightning_resilience import (
+    CheckpointCorrupt,
     CheckpointNotFound,
     EverySteps,
     Keep,
@@ -326,6 +328,7 @@ def test_kill_at_any_moment_of_a_copy_leaves_only_whole_checkpoints_and_the_next
     fit(tmp_path)
     after = steps(cold(tmp_path))
     assert after[-3:] == [4, 6, 8]
+    assert not [*(tmp_path / "hot").glob("*.partial-*")]  # what was held while it was sent
     assert max(before, default=0) <= 8
 
 
@@ -378,25 +381,42 @@ def test_name_that_is_saved_again_and_again_is_there_at_every_moment(
     assert fit(tmp_path, last=14, filename="best", keep=Keep(last=1)).history[0][0] == 12
 
 
-def test_save_that_gives_way_while_it_is_sent_is_not_taken_for_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
+def test_save_that_gives_way_while_it_is_sent_arrives_all_the_same_where_links_can_hold_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, links: bool
 ) -> None:
     send, slow = RemoteTier.send, threading.Event()
 
     def late(self: RemoteTier, name: str, entry: FileEntry, source: Path) -> int:
-        slow.wait(5)  # until the name is another save's
+        slow.wait(60)  # until the name is another save's
         return send(self, name, entry, source)
 
+    def no_links(*_: Any) -> None:
+        raise OSError(errno.EPERM, "no hard links")
+
     monkeypatch.setattr(RemoteTier, "send", late)
+    monkeypatch.setattr("lightning_resilience.replication.GAVE_WAY", 1)
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
 
     class Releases(L.Callback):
         def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
             if trainer.global_step == 7:
                 slow.set()
 
-    fit(tmp_path, Releases(), last=8, filename="best", enable_version_counter=False, keep=Keep(last=1))
+    came: list[int] = []
+
+    class Watching(ResilientCheckpoint):
+        def on_checkpoint_replicated(self, trainer: Any, pl_module: Any, checkpoint: Replicated) -> None:
+            came.append(checkpoint.manifest.step)
+
+    again = {"filename": "best", "enable_version_counter": False, "keep": Keep(last=1)}
+    fit(tmp_path, Releases(), last=8, callback=Watching, **again)
     assert steps(cold(tmp_path)) == [8]
+    assert came[0] == 2 if links else 2 not in came
+    assert ("no hard links" in caplog.text) is not links
     assert "damaged" not in caplog.text
+    assert [path.name for path in (tmp_path / "hot").glob("*.ckpt*")] == ["best.ckpt"]
 
 
 class Killed(BaseException):
@@ -650,3 +670,255 @@ def test_explicit_path_that_is_gone_here_is_fetched(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, settle(), checkpoint, max_steps=8, max_epochs=-1)
     trainer.fit(model, data(64), ckpt_path=tmp_path / "hot" / "epoch=0-step=6.ckpt")
     assert model.history[0][0] == 6
+
+
+# -- what a resume takes for an answer --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [TierUnavailable("503 SlowDown"), TierDenied("403")])
+@pytest.mark.parametrize("which", ["manifest.json", "step=8.ckpt/manifest.json"], ids=["all", "newest"])
+def test_manifest_that_cannot_be_read_now_is_an_outage_and_no_empty_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, which: str
+) -> None:
+    fit(tmp_path)
+    shutil.rmtree(tmp_path / "hot")
+    before = {path: path.read_bytes() for path in (tmp_path / "cold").rglob("*") if path.is_file()}
+    get = FsspecObjects.get
+
+    def failing(self: FsspecObjects, key: str, *args: Any) -> bytes:
+        if key.endswith(which):
+            raise error
+        return get(self, key, *args)
+
+    monkeypatch.setattr(FsspecObjects, "get", failing)
+    monkeypatch.setattr("lightning_resilience.objects.Patience.pause", lambda self, seconds: False)
+    with pytest.raises(type(error), match=str(error)):
+        fit(tmp_path, last=10, on_unrestorable="fresh")
+    assert {path: path.read_bytes() for path in (tmp_path / "cold").rglob("*") if path.is_file()} == before
+    listing = store.list_checkpoints(RemoteTier(url(tmp_path)), in_part=True)  # for people
+    assert len(listing.unusable) == (3 if which == MANIFEST else 1)
+    assert len(listing.committed) == 3 - len(listing.unusable)
+
+
+def damage_manifest(path: Path, how: str) -> None:
+    content = path.read_bytes()
+    path.write_bytes(
+        {
+            "flip": content[:50] + b"#" + content[51:],
+            "truncate": content[: len(content) // 2],
+            "format 2": content.replace(b'"format":1', b'"format":2'),
+        }[how]
+    )
+
+
+@pytest.mark.parametrize("how", ["flip", "truncate", "format 2"])
+def test_damaged_manifests_in_the_cold_tier_are_unrestorable_checkpoints_and_not_none(
+    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit(tmp_path)
+    shutil.rmtree(tmp_path / "hot")
+    damage_manifest(tmp_path / "cold" / "epoch=0-step=8.ckpt" / MANIFEST, how)
+    broken = (tmp_path / "cold" / "epoch=0-step=8.ckpt" / MANIFEST).read_bytes()
+    assert fit(tmp_path, last=8).history[0][0] == 6
+    assert "cold/epoch=0-step=8.ckpt reason=" in caplog.text
+    assert (tmp_path / "cold" / "epoch=0-step=8.ckpt" / MANIFEST).read_bytes() == broken  # nobody's to write over
+    assert steps(cold(tmp_path))[-1] == 8
+    shutil.rmtree(tmp_path / "hot")
+    for path in (tmp_path / "cold").glob(f"*/{MANIFEST}"):
+        damage_manifest(path, "truncate")
+    with pytest.raises(CheckpointCorrupt, match="none can be resumed from"):
+        fit(tmp_path, last=10)
+    with pytest.warns(UserWarning, match="Starting over"):
+        assert fit(tmp_path, last=2, on_unrestorable="fresh").history[0][0] == 0
+
+
+AGAIN: dict[str, Any] = {"filename": "best", "enable_version_counter": False, "keep": Keep(last=1)}
+"""One name that is saved again and again."""
+
+
+def flip_shard(folder: Path) -> None:
+    path = folder / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-9] + b"X" + path.read_bytes()[-8:])
+
+
+def test_older_save_of_a_name_is_found_in_the_cold_tier_beside_a_damaged_newer_one(tmp_path: Path) -> None:
+    fit(tmp_path, last=2, **AGAIN)
+    fit(tmp_path, last=4, remote=None, **AGAIN)
+    flip_shard(tmp_path / "hot" / "best.ckpt")
+    assert fit(tmp_path, last=6, **AGAIN).history[0][0] == 2
+    assert steps(cold(tmp_path))[-1] == 6
+
+
+def test_folder_with_an_older_save_of_a_name_does_not_hide_the_newer_one(tmp_path: Path) -> None:
+    for hot, last in (("a", 2), ("b", 4), ("c", 8)):
+        fit(tmp_path, last=last, hot=hot, **AGAIN)
+    assert fit(tmp_path, last=10, hot="a", **AGAIN).history[0][0] == 8
+    assert {8, 10} <= {*steps(cold(tmp_path))}
+    for manifest in committed(tmp_path / "a"):  # each is whole, none is mixed of two
+        assert manifest.step in (8, 10)
+
+
+def test_damaged_save_is_healed_from_its_copy_of_another_name(tmp_path: Path) -> None:
+    fit(tmp_path, last=2, **AGAIN)
+    fit(tmp_path, last=4, **AGAIN)
+    assert {name: one.step for name, one in cold(tmp_path).items()} == {"best.ckpt": 2, "best-v1.ckpt": 4}
+    for path in ("last", tmp_path / "hot" / "best.ckpt"):
+        flip_shard(tmp_path / "hot" / "best.ckpt")
+        model = TinyModel()
+        checkpoint = ResilientCheckpoint(tmp_path / "hot", schedule=EverySteps(9), remote=url(tmp_path), **AGAIN)
+        trainer = make_trainer(tmp_path, settle(), checkpoint, limit_val_batches=1)
+        trainer.validate(model, data(8), ckpt_path=path, verbose=False)
+        assert [manifest.step for manifest in committed(tmp_path / "hot")] == [4]
+
+
+def test_explicit_save_that_is_nowhere_whole_is_an_error_and_no_other_of_its_name(tmp_path: Path) -> None:
+    fit(tmp_path, last=2, **AGAIN)
+    fit(tmp_path, last=4, remote=None, **AGAIN)
+    flip_shard(tmp_path / "hot" / "best.ckpt")
+    checkpoint = ResilientCheckpoint(tmp_path / "hot", schedule=EverySteps(2), remote=url(tmp_path), **AGAIN)
+    with pytest.raises(CheckpointCorrupt, match=r"best\.ckpt is damaged"):
+        make_trainer(tmp_path, checkpoint).fit(TinyModel(), data(8), ckpt_path=tmp_path / "hot" / "best.ckpt")
+
+
+def again_on_nodes(root: Path, name: str, last: int, remote: bool, action: str = "fit") -> Any:
+    """One life on this rank, each with a folder of its own, saving one name again and again."""
+    os.environ["HOT"] = str(root / f"hot-{os.environ['RANK']}")
+    ranks = int(os.environ["WORLD_SIZE"])
+    model = TinyModel()
+    checkpoint = ResilientCheckpoint("$HOT", schedule=EverySteps(2), remote=url(root) if remote else None, **AGAIN)
+    kwargs = {"strategy": strategy(name, ranks), "devices": ranks}
+    trainer = make_trainer(root, settle(), checkpoint, max_steps=last, max_epochs=-1, **kwargs)
+    if action == "validate":
+        return trainer.validate(model, data(16), ckpt_path="last", verbose=False)
+    trainer.fit(model, data(64), ckpt_path="last")
+    return model.history[0][0] if model.history else last
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("older", [0, 1])
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_nodes_that_have_different_saves_of_a_name_agree_on_one_and_mix_none(
+    tmp_path: Path, name: str, older: int
+) -> None:
+    """As a kill between the renames of two nodes leaves them."""
+    run_forks(again_on_nodes, tmp_path, name, 2, True)
+    shutil.copytree(tmp_path / f"hot-{older}", tmp_path / "saved")
+    run_forks(again_on_nodes, tmp_path, name, 4, False)
+    shutil.rmtree(tmp_path / f"hot-{older}")
+    (tmp_path / "saved").rename(tmp_path / f"hot-{older}")
+    for last, begins in ((2, 2), (4, 2), (6, 4)):
+        assert run_forks(again_on_nodes, tmp_path, name, last, True) == [begins, begins]
+        for node in (0, 1):
+            tier = LocalTier(tmp_path / f"hot-{node}")
+            for one, manifest in store.list_checkpoints(tier).committed.items():
+                assert [problem for problem in store.verify(tier, one, manifest) if "missing" not in problem] == []
+    assert steps(cold(tmp_path))[-1] == 6
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_evaluation_on_nodes_finds_out_that_they_share_no_folder(tmp_path: Path, name: str) -> None:
+    run_forks(again_on_nodes, tmp_path, name, 2, True)
+    shutil.rmtree(tmp_path / "hot-1")
+    results = run_forks(again_on_nodes, tmp_path, name, 2, True, "validate")
+    assert [len(result) for result in results] == [1, 1]
+
+
+# -- what is not an outage --------------------------------------------------------------------------------------------
+
+
+class Fails(L.Callback):
+    """Training ends with an exception at a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise RuntimeError("not ours")
+
+
+def test_exception_lets_what_is_on_its_way_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = FsspecObjects.put
+
+    def slow(self: FsspecObjects, key: str, *args: Any) -> None:
+        threading.Event().wait(0.1)
+        put(self, key, *args)
+
+    monkeypatch.setattr(FsspecObjects, "put", slow)
+    with pytest.raises(RuntimeError, match="not ours"):
+        fit(tmp_path, Fails(5))
+    assert steps(cold(tmp_path)) == [2, 4]
+
+
+def test_exception_is_not_held_up_by_a_cold_tier_that_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, release = FsspecObjects.put, threading.Event()
+
+    def blocked(self: FsspecObjects, key: str, *args: Any) -> None:
+        if not key.startswith(".probe"):
+            release.wait(60)
+        put(self, key, *args)
+
+    monkeypatch.setattr(FsspecObjects, "put", blocked)
+    monkeypatch.setattr("lightning_resilience.callback.DRAIN_AFTER_EXCEPTION", 0.3)
+    with pytest.raises(RuntimeError, match="not ours"):
+        fit(tmp_path, Fails(5))
+    assert not release.is_set()
+    assert not [*(tmp_path / "cold").glob("*.ckpt")]
+    release.set()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [({"endpont_url": "http://127.0.0.1:1"}, "endpont_url"), ({"client_kwargs": {"regionname": "x"}}, "regionname")],
+)
+def test_misspelled_storage_option_stops_the_run_at_setup_whatever_the_folder_has(
+    tmp_path: Path, options: dict[str, Any], match: str
+) -> None:
+    options |= {"key": "k", "secret": "sesame"}
+    for _ in range(2):
+        with pytest.raises(SetupError, match=match) as caught:
+            fit(tmp_path, last=2, remote="s3://bucket/run", storage_options=options)
+        assert "sesame" not in str(caught.value)
+        fit(tmp_path, last=2, remote=None)
+
+
+def test_checkpoint_that_no_folder_has_whole_is_told_of_once_and_holds_nothing_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit(tmp_path, remote=None, keep=Keep(last=-1))
+    (tmp_path / "hot" / "epoch=0-step=4.ckpt" / "__0_0.distcp").unlink()
+    fit(tmp_path, last=10, keep=Keep(last=-1))
+    assert steps(cold(tmp_path)) == [2, 6, 8, 10]
+    assert caplog.text.count("outcome=failed") == 1
+    assert "name=epoch=0-step=4.ckpt" in caplog.text
+    assert "tried again" not in caplog.text
+    assert "left=" not in caplog.text
+
+
+def test_copy_of_another_name_that_lacks_only_its_manifest_is_not_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit(tmp_path, last=2, **AGAIN)
+    fit(tmp_path, last=4, **AGAIN)
+    (tmp_path / "cold" / "best-v1.ckpt" / MANIFEST).unlink()
+    swept: set[str] = set()
+    monkeypatch.setattr(RemoteTier, "sweep", lambda self, names: swept.update(names))
+    fit(tmp_path, last=4, **AGAIN)
+    assert swept == set()
+    assert {name: one.step for name, one in cold(tmp_path).items()}["best-v1.ckpt"] == 4
+
+
+def test_two_saves_of_one_number_are_two_and_do_not_pile_up(tmp_path: Path) -> None:
+    class Noise(L.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            torch.rand(1)
+
+    fit(tmp_path, last=2, hot="a")
+    fit(tmp_path, last=4, hot="a", remote=None)
+    fit(tmp_path, Noise(), last=4, hot="b")  # the same run and number, other bytes
+    for _ in range(3):
+        fit(tmp_path, last=4, hot="a")
+        assert {*cold(tmp_path)} == {"epoch=0-step=2.ckpt", "epoch=0-step=4.ckpt", "epoch=0-step=4-v1.ckpt"}
