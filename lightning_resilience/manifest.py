@@ -161,8 +161,10 @@ class Manifest:
         return None if self.health == HEALTHY else f"it is {self.health}" + (f": {why}" if why else "")
 
     def is_same_save(self, other: Manifest) -> bool:
-        """Whether both are of one save; labels may have changed since."""
-        return (self.run, self.sequence, self.files) == (other.run, other.sequence, other.files)
+        """Whether both are of one save; labels, and where a file's bytes are, may have changed since."""
+        return (self.run, self.sequence) == (other.run, other.sequence) and (
+            self.files == other.files or self.standing_alone().files == other.standing_alone().files
+        )
 
     def standing_alone(self) -> Manifest:
         """The manifest of a copy that holds the bytes of all its files itself."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -30,7 +32,7 @@ from lightning_resilience import (
 )
 from lightning_resilience.manifest import MANIFEST, FileEntry, Manifest, digest
 from lightning_resilience.objects import FsspecObjects
-from lightning_resilience.remote import RemoteTier
+from lightning_resilience.remote import UNSEALED, RemoteTier
 from lightning_resilience.replication import Replicated
 from lightning_resilience.tiers import LocalTier
 from probes import at, die
@@ -320,24 +322,85 @@ def test_what_a_kill_left_there_and_no_folder_has_any_more_is_swept_and_nothing_
     there = tmp_path / "cold"
     newest = sorted(there.glob("*.ckpt"))[-1]
 
-    def copy(name: str, *files: str) -> None:
+    def copy(name: str, *files: str, marked: float | str | None = None) -> None:
         (there / name).mkdir()
         for file in files:
             shutil.copy(newest / {"shard-0": "__0_0.distcp"}.get(file, file), there / name / file)
+        if marked is not None:
+            content = marked if isinstance(marked, str) else json.dumps({"time": time.time() - marked, "token": "1"})
+            (there / name / UNSEALED).write_text(content)
 
-    copy("epoch=0-step=90.ckpt", "__0_0.distcp")  # a copy that was killed
-    copy("epoch=0-step=91.ckpt", "rank_00000.pt", ".metadata", "meta.pt")  # a removal that was killed
-    copy("stock.ckpt", "__0_0.distcp", ".metadata", "meta.pt")  # stock Lightning's
-    copy("mine.ckpt", "__0_0.distcp", "shard-0")  # somebody's
+    old, young = 90_000, 80_000
+    copy("epoch=0-step=90.ckpt", "__0_0.distcp", marked=old)  # a copy that was killed
+    copy("epoch=0-step=91.ckpt", "rank_00000.pt", ".metadata", "meta.pt", marked=old)  # a removal that was killed
+    copy("epoch=0-step=92.ckpt", marked=old)  # one that was killed at its end
+    left = {
+        "stock.ckpt": [".metadata", "meta.pt", "__0_0.distcp"],  # stock Lightning's
+        "plain.ckpt": [".metadata", "__0_0.distcp"],  # stock DCP's
+        "rest.ckpt": ["__0_0.distcp"],
+        "mine.ckpt": ["__0_0.distcp", "shard-0"],
+    }
+    for name, files in left.items():
+        copy(name, *files)
+    for name, marked in (("young.ckpt", young), ("odd.ckpt", "{"), ("odder.ckpt", "[1]")):
+        left[name] = ["__0_0.distcp", UNSEALED]
+        copy(name, "__0_0.distcp", marked=marked)
+    left["with-mine.ckpt"] = ["__0_0.distcp", "shard-0", UNSEALED]
+    copy("with-mine.ckpt", "__0_0.distcp", "shard-0", marked=old)
     if straight:
         callback = ResilientCheckpoint(f"local://{there}", schedule=EverySteps(2))  # file:// would be a folder
         make_trainer(tmp_path, settle(), callback, max_steps=10, max_epochs=-1).fit(TinyModel(), data(64))
     else:
         fit(tmp_path, last=10)
-    left = {path.name for path in there.glob("*.ckpt")}
-    assert {"stock.ckpt", "mine.ckpt"} < left
-    assert not {"epoch=0-step=90.ckpt", "epoch=0-step=91.ckpt"} & left
+    assert not {f"epoch=0-step={step}.ckpt" for step in (90, 91, 92)} & {path.name for path in there.iterdir()}
+    for name, files in left.items():
+        assert sorted(path.name for path in (there / name).iterdir()) == sorted(files), name
     assert steps(cold(tmp_path))[-1] == 10
+    assert [path.parent.name for path in there.glob(f"epoch*/{UNSEALED}")] == []
+
+
+@pytest.mark.parametrize("straight", [False, True], ids=["remote", "dirpath"])
+def test_every_name_without_a_manifest_has_a_marker_whatever_is_under_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, straight: bool
+) -> None:
+    """So whatever a kill leaves can be told from what others keep there."""
+    bare: list[set[str]] = []
+    for what in ("put", "delete"):
+        original = getattr(FsspecObjects, what)
+
+        def watched(self: FsspecObjects, *args: Any, original: Any = original) -> None:
+            original(self, *args)
+            for folder in (tmp_path / "cold").glob("*.ckpt"):
+                files = {path.name for path in folder.iterdir()}
+                if files and not files & {MANIFEST, UNSEALED}:
+                    bare.append(files)
+
+        monkeypatch.setattr(FsspecObjects, what, watched)
+    if straight:
+        callback = ResilientCheckpoint(f"local://{tmp_path}/cold", schedule=EverySteps(2), keep=Keep(last=1))
+        make_trainer(tmp_path, settle(), callback, max_steps=8, max_epochs=-1).fit(TinyModel(), data(64))
+    else:
+        fit(tmp_path, keep=Keep(last=1))
+    assert steps(cold(tmp_path)) == [8]
+    assert bare == []
+    assert list((tmp_path / "cold").glob(f"*/{UNSEALED}")) == []
+
+
+def test_save_to_a_url_whose_files_are_gone_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = RemoteTier.write
+
+    def robbed(self: RemoteTier, name: str, file: str, *args: Any) -> FileEntry:
+        entry = write(self, name, file, *args)
+        if file == "rank_00000.pt" and "step=4" in name:
+            self.objects.delete([f"epoch=0-step=4.ckpt/{file}"])
+        return entry
+
+    monkeypatch.setattr(RemoteTier, "write", robbed)
+    callback = ResilientCheckpoint(f"local://{tmp_path}/cold", schedule=EverySteps(2))
+    with pytest.warns(UserWarning, match=r"lacks rank_00000\.pt"):
+        make_trainer(tmp_path, settle(), callback, max_steps=6, max_epochs=-1).fit(TinyModel(), data(64))
+    assert steps(cold(tmp_path)) == [2, 6]
+    assert not (tmp_path / "cold" / "epoch=0-step=4.ckpt").exists()
 
 
 def test_name_that_is_saved_again_and_again_is_there_at_every_moment(
@@ -427,7 +490,10 @@ def test_kill_after_any_number_of_requests_leaves_the_one_before_it_to_a_fresh_m
             done = True
         found = cold(tmp_path)  # reads every byte
         newest = max(found.values(), key=lambda one: one.order)
-        assert newest.step == (4 if done else 3 if over and requests == 0 else 2)
+        # The first two of a removal put the marker and delete the manifest; the last of a copy deletes the marker.
+        sealed = done or MANIFEST in tier.files(name)
+        assert newest.step == (3 if over and requests < 2 else 4 if sealed else 2)
+        assert sealed or UNSEALED in tier.files(name) or not tier.files(name)
         requests += 1
     assert requests > len(manifest.files)
 

@@ -12,7 +12,7 @@ from lightning_resilience import cli, store
 from lightning_resilience.errors import TierUnavailable
 from lightning_resilience.manifest import MANIFEST, PINNED, SUSPECT
 from lightning_resilience.objects import FsspecObjects
-from lightning_resilience.remote import RemoteTier
+from lightning_resilience.remote import UNSEALED, RemoteTier
 from lightning_resilience.retention import Keep, Ranking, stated
 from lightning_resilience.tiers import LocalTier
 from on_disk import FILES, flip, save, tree
@@ -207,7 +207,8 @@ def test_manifest_comes_last_in_a_push(hot: LocalTier, url: str, call: Any, monk
     monkeypatch.setattr(FsspecObjects, "put", noting)
     call("push", hot.root, url)
     assert order[-1] == f"step=100.ckpt/{MANIFEST}"
-    assert len(order) == len(FILES) + 2  # the probe, the files, the manifest
+    assert order[1] == f"step=100.ckpt/{UNSEALED}"
+    assert len(order) == len(FILES) + 3  # the probe, the marker, the files, the manifest
 
 
 def test_ls_says_why_each_checkpoint_is_kept_by_the_rules_of_its_run(tmp_path: Path, call: Any, capsys: Any) -> None:
