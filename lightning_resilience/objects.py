@@ -114,7 +114,7 @@ def open_objects(url: str, options: Mapping[str, Any] | None = None) -> Objects:
         SetupError: the URL cannot be one, or a package is missing for it.
     """
     options = dict(options or {})
-    _check_url(url)
+    check_url(url)
     for name in ("client_kwargs", "config_kwargs", "s3_additional_kwargs"):
         if name in options and not isinstance(options[name], Mapping):
             raise SetupError(f"storage_options[{name!r}] of type {type(options[name]).__name__}: a dict is wanted.")
@@ -133,7 +133,7 @@ def open_objects(url: str, options: Mapping[str, Any] | None = None) -> Objects:
     return FsspecObjects(url, options)
 
 
-def _check_url(url: str) -> None:
+def check_url(url: str) -> None:
     """Raise SetupError where a URL names no place, or one that depends on the working directory."""
     scheme, mark, rest = url.partition("://")
     if not mark:

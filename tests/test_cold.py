@@ -507,6 +507,13 @@ def test_kill_after_any_number_of_requests_leaves_the_one_before_it_to_a_fresh_m
         ({"remote": "/no/url"}, "remote='/no/url' is not a URL"),
         ({"remote": "nosuch://bucket"}, "nosuch"),
         ({"remote": "s3://"}, "names no bucket"),
+        ({"remote": "://x"}, "no protocol"),
+        ({"remote": "file://rel/x"}, "not an absolute path"),
+        ({"dirpath": "s3://"}, "names no bucket"),
+        ({"dirpath": "memory://"}, "names no bucket or folder"),
+        ({"dirpath": "gs:///"}, "names no bucket or folder"),
+        ({"dirpath": "file://rel/x"}, "not an absolute path"),
+        ({"remote": "s3://b/x", "storage_options": {"s3_additional_kwargs": "secret"}}, "s3_additional_kwargs"),
         ({"storage_options": {"key": "k"}}, "storage_options= is for a cold tier"),
         ({"remote_keep": Keep()}, "remote_keep= is for a cold tier"),
         ({"remote": "memory://x", "remote_keep": 3}, "remote_keep=3 is not a retention rule"),
@@ -517,6 +524,62 @@ def test_arguments_that_cannot_be_meant_are_refused(kwargs: dict[str, Any], matc
     with pytest.raises(SetupError, match=match) as caught:
         ResilientCheckpoint(**kwargs)
     assert "secret" not in str(caught.value)
+
+
+def test_cold_tier_that_is_the_folder_or_in_a_checkpoint_of_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hot = tmp_path / "hot"
+    hot.mkdir()
+    (tmp_path / "link").symlink_to(hot)
+    monkeypatch.chdir(tmp_path)
+    for dirpath, remote in (
+        (hot, f"file://{hot}"),
+        ("hot", f"local://{hot}/"),
+        (tmp_path / "link", f"file://{hot}"),
+        (hot, f"file://{tmp_path}/link/../link"),
+        (f"file://{hot}", f"file://{hot}/a.ckpt/cold"),
+        (hot / "a.ckpt" / "hot", f"file://{hot}"),
+    ):
+        with pytest.raises(SetupError, match=r"itself|in a checkpoint"):
+            ResilientCheckpoint(dirpath, remote=remote)
+    for dirpath, remote in ((hot, f"file://{hot}/cold"), (hot / "7", f"file://{hot}"), (hot, f"file://{hot}-2")):
+        ResilientCheckpoint(dirpath, remote=remote)
+    late = ResilientCheckpoint(tmp_path / "later", remote=f"file://{hot}")
+    (tmp_path / "later").symlink_to(hot)
+    with pytest.raises(SetupError, match="itself"):
+        make_trainer(tmp_path, late).fit(TinyModel(), data())
+
+
+@pytest.mark.parametrize(
+    "second", [{"remote": "{}/cold"}, {"dirpath": "{}/cold"}, {"dirpath": "local://{}/cold"}, {"dirpath": "{}/link"}]
+)
+def test_two_callbacks_with_one_place_are_refused(tmp_path: Path, second: dict[str, str]) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    given = {name: place.format(tmp_path) for name, place in second.items()}
+    if "remote" in given:
+        given = {"dirpath": str(tmp_path / "b"), "remote": f"local://{given['remote']}"}
+    callbacks = ResilientCheckpoint(tmp_path / "a", remote=url(tmp_path)), ResilientCheckpoint(**given, filename="b")
+    with pytest.raises(SetupError, match="Two checkpoint callbacks save to"):
+        make_trainer(tmp_path, *callbacks).fit(TinyModel(), data())
+
+
+def test_what_another_run_has_in_the_cold_tier_stays_and_takes_no_room(tmp_path: Path) -> None:
+    fit(tmp_path, hot="a", filename="a-{step}")
+
+    def another(last: int, ckpt_path: str | None) -> None:
+        callback = ResilientCheckpoint(
+            tmp_path / "b", filename="b-{step}", schedule=EverySteps(2), remote=url(tmp_path), remote_keep=Keep(last=2)
+        )
+        trainer = make_trainer(tmp_path, settle(), callback, max_steps=last, max_epochs=-1)
+        trainer.fit(TinyModel(), data(64), ckpt_path=ckpt_path)
+
+    another(8, None)
+    of_a = {"a-step=4.ckpt", "a-step=6.ckpt", "a-step=8.ckpt"}
+    assert set(cold(tmp_path)) == of_a | {"b-step=6.ckpt", "b-step=8.ckpt"}
+    another(12, "last")
+    # Of its own the newest two, and what it was resumed from.
+    assert set(cold(tmp_path)) == of_a | {"b-step=8.ckpt", "b-step=10.ckpt", "b-step=12.ckpt"}
 
 
 @pytest.mark.parametrize("error", [TierDenied("not yours"), TierUnavailable("not there")])
