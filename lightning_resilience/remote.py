@@ -89,6 +89,10 @@ class RemoteTier:
         prefix = f"{name}/"
         return {key.removeprefix(prefix): size for key, size in self.patience(lambda: [*self.objects.entries(prefix)])}
 
+    def is_marked(self, name: str) -> bool:
+        """Whether somebody is putting files under a name, or taking them away, or was when it was killed."""
+        return self.size(name, UNSEALED) is not None
+
     def read(self, name: str, file: str) -> bytes:
         """Content of a small file; FileNotFoundError where it is not there."""
         return self.patience(lambda: self.objects.get(f"{name}/{file}"))

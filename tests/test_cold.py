@@ -445,6 +445,16 @@ def test_save_that_gives_way_while_it_is_sent_is_not_taken_for_damaged(
     assert "damaged" not in caplog.text
 
 
+def test_pinned_checkpoint_never_gives_way_to_another_save_of_its_name(tmp_path: Path) -> None:
+    kwargs: dict[str, Any] = {"filename": "best", "enable_version_counter": False, "remote": None}
+    fit(tmp_path, last=2, **kwargs)
+    hot = LocalTier(tmp_path / "hot")
+    housekeeping.label(hot, "best.ckpt", store.read_manifest(hot, "best.ckpt"), pinned=True)
+    fit(tmp_path, last=6, keep=Keep(last=1), **kwargs)
+    assert store.read_manifest(hot, "best.ckpt").step == 2
+    assert [manifest.step for manifest in committed(tmp_path / "hot")] == [2, 6]
+
+
 class Killed(BaseException):
     """The process is gone: nothing after it happens."""
 
