@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -12,10 +13,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_resilience.adaptive import AdaptiveSchedule
 from lightning_resilience.errors import SetupError
-from lightning_resilience.manifest import PARTIAL, REMOVED
-from lightning_resilience.objects import open_objects, shown
+from lightning_resilience.manifest import EXTENSION, PARTIAL, REMOVED
+from lightning_resilience.objects import FsspecObjects, Objects, check_url, open_objects, shown
+from lightning_resilience.remote import RemoteTier
 from lightning_resilience.schedule import EverySeconds, EverySteps, FirstOf, Never, Schedule, check_schedule
-from lightning_resilience.tiers import local_path
+from lightning_resilience.tiers import LocalTier, local_path
 
 DEFAULT_SCHEDULE = AdaptiveSchedule()
 
@@ -53,7 +55,10 @@ def check_dirpath(dirpath: str | os.PathLike[str] | None) -> str | None:
         raise SetupError(f"dirpath={dirpath!r} is not a path.", hint="Give dirpath= a folder.")
     text = os.fspath(dirpath)
     if "://" in text and not text.startswith("file://"):
+        check_url(text)
         return text.rstrip("/")
+    if text.startswith("file://") and not text.startswith("file://$"):
+        check_url(text)
     path = str(local_path(text))
     if "$" in path:
         return path
@@ -81,7 +86,44 @@ def check_remote(remote: object, options: object, keep: object, dirpath: str | N
             hint="Give dirpath= a local folder, or leave out remote=.",
         )
     for url in filter(None, (remote, dirpath if is_url else None)):
-        open_objects(str(url), options)
+        there = open_objects(str(url), options)
+        if dirpath is not None and not is_url and "$" not in dirpath:
+            check_apart(dirpath, there)
+
+
+def check_apart(folder: str | os.PathLike[str], cold: Objects) -> None:
+    """Raise SetupError where a cold tier is the folder itself, by whatever path, or one lies in a checkpoint of the
+    other: a removal in one would take what is in the other."""
+    where = folder_of(cold)
+    if where is None:
+        return
+    here = os.path.realpath(folder)
+    with suppress(OSError):
+        if os.path.samefile(here, where):  # also where it is mounted twice
+            where = here
+    common = os.path.commonpath([here, where])
+    below = [os.path.relpath(path, common).split(os.sep)[0] for path in (here, where) if path != common]
+    if not below:
+        raise SetupError(
+            f"remote={cold.url!r} is the folder {here!r} of dirpath= itself: there would be no second copy.",
+            hint="Give remote= a place of its own.",
+        )
+    if len(below) == 1 and EXTENSION in below[0]:
+        raise SetupError(
+            f"Of remote={cold.url!r} and the folder {here!r} of dirpath= one is in a checkpoint of the other, and would"
+            " be removed with that.",
+            hint="Give remote= a place of its own.",
+        )
+
+
+def folder_of(objects: Objects) -> str | None:
+    """Real path of a place on this machine, or None."""
+    return os.path.realpath(objects.folder) if isinstance(objects, FsspecObjects) and objects.folder else None
+
+
+def identity(tier: LocalTier | RemoteTier) -> str:
+    """The same text for the same place, by whatever path or URL it was given."""
+    return os.path.realpath(tier.root) if isinstance(tier, LocalTier) else folder_of(tier.objects) or tier.where()
 
 
 def check_filename(filename: str | None, callback: type[ModelCheckpoint]) -> None:

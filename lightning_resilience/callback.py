@@ -34,11 +34,13 @@ from typing_extensions import override
 from lightning_resilience import slots
 from lightning_resilience.agreement import Agreement
 from lightning_resilience.arguments import (
+    check_apart,
     check_choice,
     check_dirpath,
     check_filename,
     check_number,
     check_remote,
+    identity,
     the_schedule,
 )
 from lightning_resilience.divergence import Rollback
@@ -48,6 +50,7 @@ from lightning_resilience.ledger import EXCEPTION, INTERRUPTED, PREEMPTED
 from lightning_resilience.manifest import HEALTHY
 from lightning_resilience.objects import shown
 from lightning_resilience.preemption import Preempted, check_signals, name_of
+from lightning_resilience.ranks import raise_first
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.replication import Replicated, Replicator
 from lightning_resilience.retention import Keep, Ranking
@@ -93,7 +96,8 @@ class ResilientCheckpoint(ModelCheckpoint):
         train_time_interval: save when this time has passed.
         every_n_epochs: save at the end of every n-th epoch (after its validation, if it has one).
         save_on_train_epoch_end: as in ModelCheckpoint.
-        enable_version_counter: give a name that is taken a version; otherwise the older checkpoint gives way.
+        enable_version_counter: give a name that is taken a version; otherwise the older checkpoint gives way, unless it
+            is pinned.
         schedule: when to save: ``AdaptiveSchedule``, ``LossVariance``, ``EverySteps``, ``EverySeconds``, ``FirstOf``;
             ``AdaptiveSchedule()`` if neither this nor one of the three triggers above is given.
         loss_key: name of the loss that the schedule goes by in what ``training_step`` returns.
@@ -121,7 +125,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         remote: cold tier: an ``s3://bucket/folder`` or any other fsspec URL, to which every checkpoint is copied in the
             background, and from which a run goes on where the folder was lost.
         storage_options: credentials and the like for ``remote``, by the names that fsspec's implementation has.
-        remote_keep: what the cold tier retains; as ``keep`` if not given.
+        remote_keep: what the cold tier retains of this run; as ``keep`` if not given.
         restore_optimizers: ``False`` resumes all but the optimizers and their schedulers, to go on with others.
 
     Raises:
@@ -361,11 +365,7 @@ class ResilientCheckpoint(ModelCheckpoint):
 
     def _open(self, session: Session, tier: LocalTier | RemoteTier, cold: RemoteTier | None) -> None:
         """Get ready to save there."""
-        if tier.where() in session.folders:
-            raise SetupError(
-                f"Two checkpoint callbacks save to {tier.where()!r}, where each would remove what the other keeps.",
-                hint="Give them different dirpath=.",
-            )
+        self._check_places(session, tier, cold)
         self._folder = session.folder(
             tier,
             keep=self.keep,
@@ -378,6 +378,20 @@ class ResilientCheckpoint(ModelCheckpoint):
         session.engine.protect(self._folder, self._must_stay)
         if cold is not None:
             self._begin_replicating(session, self._folder, cold)
+
+    @staticmethod
+    def _check_places(session: Session, tier: LocalTier | RemoteTier, cold: RemoteTier | None) -> None:
+        """Raise SetupError, on all ranks, where the places are not apart from each other and from other callbacks'."""
+        others = [other for place in session.places.values() for other in (place.tier, place.cold)]
+        taken = {identity(other) for other in others if other is not None}
+        for argument, one in (("dirpath", tier), ("remote", cold)):
+            if one is not None and identity(one) in taken:
+                raise SetupError(
+                    f"Two checkpoint callbacks save to {one.where()!r}, where each would remove what the other keeps.",
+                    hint=f"Give them different {argument}=.",
+                )
+        if cold is not None and isinstance(tier, LocalTier):
+            raise_first(session.ranks.gathered(lambda: check_apart(tier.root, cold.objects)))
 
     def _must_stay(self) -> set[str]:
         """Names that stay in the folder, whatever its rule says."""
@@ -392,7 +406,13 @@ class ResilientCheckpoint(ModelCheckpoint):
     def _begin_replicating(self, session: Session, folder: Folder, cold: RemoteTier) -> None:
         """Go on with what a killed run left on its way, and make sure now that the cold tier can be written."""
         self._replicator = replicator = Replicator(
-            session.ranks, folder, cold, self.remote_keep, self.ranking, tolerant=bool(self._standings.committed)
+            session.ranks,
+            folder,
+            cold,
+            self.remote_keep,
+            self.ranking,
+            run=lambda: session.engine.run,
+            tolerant=bool(self._standings.committed),
         )
         session.engine.count_from(replicator.known_cold())
 
@@ -836,8 +856,8 @@ class ResilientCheckpoint(ModelCheckpoint):
                 session.engine.drain(max(deadline - time.monotonic(), 0.0))
                 for save in session.finished(folder):
                     if save.committed.exception() is None:
-                        self._committed[save.committed.result().name] = save.committed.result().manifest
-                replicator.offer(self._committed, self._in_use())
+                        self._standings.committed[save.committed.result().name] = save.committed.result().manifest
+                replicator.offer(self._standings.committed, self._in_use())
                 replicator.drain(max(deadline - time.monotonic(), 0.0))
         except Exception as error:
             log.warning("event=drain tier=cold outcome=failed error=%r", error)

@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -108,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     def add(name: str, help: str, description: str, example: str) -> argparse.ArgumentParser:
         epilog = f"example: {PROG} {name} {example}"
         command = commands.add_parser(name, help=help, description=description, epilog=epilog)
+        command.set_defaults(wrong_usage=command.error)
         command.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
         command.add_argument(
             "--storage-options",
@@ -125,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
         "runs/7 --remote s3://bucket/run7",
     )
     command.add_argument("path", metavar="ROOT", help="folder or URL that holds the checkpoints (or one checkpoint)")
-    command.add_argument("--remote", metavar="URL", help="cold tier: say for each checkpoint where it is")
+    command.add_argument("--remote", type=_url, metavar="URL", help="cold tier: say for each checkpoint where it is")
     command.set_defaults(gather=ls, render=render_ls)
 
     command = add(
@@ -154,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
         "Copy a checkpoint from a cold tier to a folder, every byte checked; stock tools read it there.",
         "s3://bucket/run7 runs/7",
     )
-    command.add_argument("path", metavar="URL", help="cold tier, or one checkpoint in it")
+    command.add_argument("path", type=_url, metavar="URL", help="cold tier, or one checkpoint in it")
     command.add_argument("folder", metavar="DIR", help="folder that will hold the checkpoint's folder")
     command.add_argument("--step", type=int, help="which one; the newest to resume from if not given")
     command.set_defaults(gather=pull, render=render_copies)
@@ -166,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
         "runs/7 s3://bucket/run7",
     )
     command.add_argument("path", metavar="DIR", help="folder that holds the checkpoints, or of one checkpoint")
-    command.add_argument("url", metavar="URL", help="cold tier")
+    command.add_argument("url", type=_url, metavar="URL", help="cold tier")
     command.add_argument("--step", type=int, help="only the one of this step")
     command.set_defaults(gather=push, render=render_copies)
 
@@ -177,15 +178,20 @@ def _parser() -> argparse.ArgumentParser:
         "runs/7 --last 3 --milestones 10000 --dry-run",
     )
     command.add_argument("path", metavar="ROOT", help="folder or URL that holds the checkpoints")
-    command.add_argument("--last", type=int, default=3, help="how many of the newest stay (3)")
-    command.add_argument("--top-k", type=int, help="how many of the best by --monitor stay besides")
+    command.add_argument("--last", type=_number(1, -1), default=3, help="how many of the newest stay (3); -1: all")
+    command.add_argument("--top-k", type=_number(0, -1), help="how many of the best by --monitor stay besides; -1: all")
     command.add_argument("--monitor", help="metric for --top-k")
     command.add_argument("--mode", choices=("min", "max"), default="min", help="which scores are best (min)")
-    command.add_argument("--milestones", type=int, help="one checkpoint for each multiple of so many steps stays")
     command.add_argument(
-        "--marked", type=int, default=1, help="how many of the newest that the schedule labelled milestone stay (1)"
+        "--milestones", type=_number(1), help="one checkpoint for each multiple of so many steps stays"
     )
-    command.add_argument("--max-bytes", type=int, help="size of all that stay together")
+    command.add_argument(
+        "--marked",
+        type=_number(0),
+        default=1,
+        help="how many of the newest that the schedule labelled milestone stay (1)",
+    )
+    command.add_argument("--max-bytes", type=_number(1), help="size of all that stay together")
     command.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
     command.set_defaults(gather=prune, render=render_prune)
 
@@ -212,7 +218,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--max-overhead", type=float, default=0.01, help="of the schedule (0.01)")
     command.add_argument("--rpo", type=_duration, default=1800.0, help="of the schedule (30min)")
     command.add_argument("--prior-mtbf", type=_duration, default=86400.0, help="of the schedule (24h)")
-    command.add_argument("--runs", type=int, default=3, help="how many runs are averaged (3)")
+    command.add_argument("--runs", type=_number(1), default=3, help="how many runs are averaged (3)")
     command.add_argument("--plot", metavar="FILE", help="draw waste against interval; needs matplotlib")
     command.set_defaults(gather=simulate, render=render_simulate)
     return parser
@@ -232,6 +238,28 @@ def _duration(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a duration, such as 90, 90s, 30min, 8h or 7d")
     return value
+
+
+def _number(least: int, *others: int) -> Callable[[str], int]:
+    """A whole number of ``least`` or more, or one of the others."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or (value < least and value not in others):
+            choices = "".join(f", or {other}" for other in others)
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more{choices}")
+        return value
+
+    return read
+
+
+def _url(text: str) -> str:
+    if "://" not in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a URL, such as s3://bucket/run7 or file:///path")
+    return text
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -324,7 +352,9 @@ def _find_remote(url: str, storage: dict[str, Any] | None) -> Found:
     if name is None:
         listing = store.list_checkpoints(tier, in_part=True)
         committed = {name: listing.committed[name] for name in listing.newest_first()}
-        return Found(tier, committed, listing.unusable)
+        under_way = sorted(name for name in listing.uncommitted if tier.is_marked(name))
+        broken = {name: cause for name, cause in listing.unusable.items() if name not in under_way}
+        return Found(tier, committed, broken, leftovers=under_way)
     try:
         return Found(tier, {name: store.read_manifest(tier, name)})
     except (CheckpointCorrupt, CheckpointIncompatible) as error:
@@ -353,20 +383,25 @@ def ls(options: argparse.Namespace) -> Document:
         there = _find_remote(options.remote, options.storage_options)
         cold = there.committed
         found.broken |= {there.tier.where(name): error for name, error in there.broken.items()}
-    everything = {**cold, **found.committed}
+        found.leftovers += [there.tier.where(name) for name in there.leftovers]
     own = "cold" if is_url(options.path) else "hot"
-    kept = [_reasons(found.committed, own) or _reasons(found.committed, "hot"), _reasons(cold, "cold")]
+    here_by_rule = _reasons(found.committed, own) or _reasons(found.committed, "hot")
+    there_by_rule = _reasons(cold, "cold")
+    copies = {name: housekeeping.same_save(cold, manifest) for name, manifest in found.committed.items()}
+    rows: list[tuple[Manifest, Document]] = []
+    for name, manifest in found.committed.items():
+        copy = copies[name]
+        reasons = [*here_by_rule.get(name, ()), *(there_by_rule.get(copy, ()) if copy is not None else ())]
+        tiers = [own, "cold"] if copy is not None else [own]
+        rows.append((manifest, {**_row(name, manifest, reasons, tiers), "copy": copy}))
+    for name in cold.keys() - copies.values():
+        row = _row(name, cold[name], [*there_by_rule.get(name, ())], ["cold"])
+        rows.append((cold[name], {**row, "copy": None}))
+    rows.sort(key=lambda row: (row[0].order, row[1]["tiers"], row[1]["name"]), reverse=True)
     return {
         "ok": not found.broken,
         "root": found.tier.where(),
-        "checkpoints": [
-            {
-                **_summary(name, everything[name]),
-                "kept": list(dict.fromkeys(reason for reasons in kept for reason in reasons.get(name, ()))),
-                "tiers": [tier for tier, has in ((own, found.committed), ("cold", cold)) if name in has],
-            }
-            for name in newest_first(everything)
-        ],
+        "checkpoints": [row for _, row in rows],
         "unusable": [{"name": name, **_failure(error)} for name, error in found.broken.items()],
         **found.mentioned(),
     }
@@ -381,11 +416,10 @@ def _reasons(committed: dict[str, Manifest], tier: str) -> dict[str, tuple[str, 
     return {verdict.name: verdict.reasons for verdict in judge(committed, *rule)}
 
 
-def _summary(name: str, manifest: Manifest) -> Document:
-    """A manifest without its list of files."""
+def _row(name: str, manifest: Manifest, reasons: list[str], tiers: list[str]) -> Document:
+    """A manifest without its list of files; why it stays, and where it is."""
     document = {**manifest.to_dict(), "name": name, "size": manifest.size}
-    document["files"] = len(manifest.files)
-    return document
+    return {**document, "files": len(manifest.files), "kept": list(dict.fromkeys(reasons)), "tiers": tiers}
 
 
 def render_ls(document: Document, width: int | None, now: datetime) -> Iterator[str]:
@@ -395,7 +429,7 @@ def render_ls(document: Document, width: int | None, now: datetime) -> Iterator[
         {
             "NAME": ckpt["name"],
             "STEP": str(ckpt["step"]),
-            "TIERS": "+".join(ckpt["tiers"]) if ckpt["tiers"] != ["hot"] or several else "",
+            "TIERS": _tiers(ckpt) if ckpt["tiers"] != ["hot"] or several else "",
             "EPOCH": str(ckpt["epoch"]),
             "AGE": age(ckpt["created"], now),
             "SIZE": human_size(ckpt["size"]),
@@ -419,11 +453,18 @@ def render_ls(document: Document, width: int | None, now: datetime) -> Iterator[
     yield from _mentions(document)
 
 
+def _tiers(ckpt: Document) -> str:
+    """Where a checkpoint is, and under which name in the cold tier, where that differs."""
+    elsewhere = ckpt["copy"] is not None and ckpt["copy"] != ckpt["name"]
+    return "+".join(ckpt["tiers"]) + (f" as {ckpt['copy']}" if elsewhere else "")
+
+
 def _mentions(document: Document) -> Iterator[str]:
     if document["leftovers"] or document["stock"]:
         yield ""
     for name in document["leftovers"]:
-        yield clean(f"left by a {'save' if PARTIAL in name else 'removal'} under way or killed: {name}")
+        what = "save" if PARTIAL in name else "removal" if REMOVED in name else "copy or removal"
+        yield clean(f"left by a {what} under way or killed: {name}")
     for name in document["stock"]:
         yield clean(f"written by stock Lightning, no manifest: {name}")
 
@@ -611,6 +652,8 @@ def pull(options: argparse.Namespace) -> Document:
         committed = store.list_checkpoints(tier).committed
         name = housekeeping.choose(committed, options.step, tier.where())
         manifest = committed[name]
+    elif options.step is not None:
+        options.wrong_usage(f"--step chooses a checkpoint, and {name} is one already")
     else:
         manifest = store.read_manifest(tier, name)
     target = LocalTier(local_path(options.folder).absolute())
@@ -636,15 +679,29 @@ def push(options: argparse.Namespace) -> Document:
         raise CheckpointNotFound(f"There are no checkpoints in {found.tier.where()!r}.")
     target = RemoteTier(options.url, options.storage_options)
     target.probe()
+    there = store.list_checkpoints(target).committed
     meter = Meter(sum(found.committed[name].size for name in names), sys.stderr, "sent")
-    copied = []
+    copied: list[tuple[str, Manifest, int]] = []
+    left_out: dict[str, ResilienceError] = {}
     try:
         for name in names:
             manifest = found.committed[name]
-            copied.append((name, manifest, housekeeping.push(found.tier, name, manifest, target, meter.advance)))
+            try:
+                is_there = housekeeping.same_save(there, manifest) is not None
+                sent = 0 if is_there else housekeeping.push(found.tier, name, manifest, target, meter.advance)
+                copied.append((name, manifest, sent))
+            except (CheckpointCorrupt, SetupError) as error:  # of this one; the others go on
+                left_out[name] = error
     finally:
         meter.close()
-    return _copies(found.tier, target, copied)
+    for name, why in left_out.items():
+        print(f"{PROG}: {name} is left out: {why.message} {why.hint}".rstrip(), file=sys.stderr)
+    first = next(iter(left_out.values()), None)
+    return {
+        **_copies(found.tier, target, copied),
+        **(_failure(first) if first is not None else {}),
+        "left_out": [{"name": name, **_failure(why)} for name, why in left_out.items()],
+    }
 
 
 def _copies(source: Tier, target: Tier, copied: list[tuple[str, Manifest, int]]) -> Document:
@@ -670,7 +727,7 @@ def render_copies(document: Document, width: int | None, now: datetime) -> Itera
 def prune(options: argparse.Namespace) -> Document:
     """Judge checkpoints by a rule, and remove what goes."""
     if options.top_k is not None and options.monitor is None:
-        raise SetupError("--top-k ranks checkpoints, and there is no --monitor to rank them by.")
+        options.wrong_usage("--top-k ranks checkpoints, and there is no --monitor to rank them by")
     keep = Keep(options.last, options.top_k, options.milestones, options.max_bytes, options.marked)
     ranking = Ranking(options.monitor, options.mode) if options.monitor is not None else None
     tier: LocalTier | RemoteTier
@@ -738,11 +795,15 @@ def simulate(options: argparse.Namespace) -> Document:
     for name in ("state_bytes", "stage_bandwidth", "persist_bandwidth"):
         value = getattr(options, name)
         if value is not None and not 0 < value < float("inf"):
-            raise SetupError(f"--{name.replace('_', '-')} {value:g}: a number larger than 0 is wanted.")
-    if options.runs < 1:
-        raise SetupError(f"--runs {options.runs}: a number of runs is wanted, 1 or more.")
+            options.wrong_usage(f"--{name.replace('_', '-')} {value:g}: a number larger than 0 is wanted")
     if not 0 <= options.noise < float("inf"):
-        raise SetupError(f"--noise {options.noise:g}: a number from 0 is wanted.")
+        options.wrong_usage(f"--noise {options.noise:g}: a number from 0 is wanted")
+    try:
+        rule = AdaptiveSchedule(
+            max_overhead=options.max_overhead, rpo_seconds=options.rpo, prior_mtbf_seconds=options.prior_mtbf
+        )
+    except SetupError as error:
+        options.wrong_usage(error.message)
     stall = commit = None
     if options.state_bytes is not None:
         stall = options.state_bytes / options.stage_bandwidth
@@ -755,9 +816,6 @@ def simulate(options: argparse.Namespace) -> Document:
         found.overruled(mtbf=options.mtbf, stall=stall, commit=commit, step=options.step_time),
         restart=options.restart,
         noise=options.noise,
-    )
-    rule = AdaptiveSchedule(
-        max_overhead=options.max_overhead, rpo_seconds=options.rpo, prior_mtbf_seconds=options.prior_mtbf
     )
     answer = forecast.compare(rule, setting, range(options.runs))
     if options.plot is not None:

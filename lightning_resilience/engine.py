@@ -509,7 +509,7 @@ class Engine:
                 if not job.dropped:
                     points.reach("persist.begin")
                     if rank == 0:
-                        verdict.name(job.name if job.replace else store.free_name(job.name, tier.exists))
+                        verdict.name(self._claim_name(job))
                     partial = f"{verdict.wait_name()}{PARTIAL}{self.ranks.session}-{save.attempt}"
                     tier.begin(partial)
                     hold.enter_context(tier.hold(partial))
@@ -534,6 +534,14 @@ class Engine:
             except OSError as error:
                 log.warning("event=link folder=%s error=%r", tier.where(), error)
         return Committed(tier.path(name) if isinstance(tier, LocalTier) else tier.where(name), manifest)
+
+    def _claim_name(self, job: _Job) -> str:
+        """As rank 0: the name that a checkpoint gets.  One that is pinned never gives way."""
+        tier = job.save.folder.tier
+        gives_way = job.replace and not store.is_pinned(tier, job.name)
+        name = job.name if gives_way else store.free_name(job.name, tier.exists)
+        tier.claim(name)
+        return name
 
     def _retract(self, save: Save, name: str) -> None:
         """Take back a checkpoint that this rank published and that was dropped all the same, for all to agree."""

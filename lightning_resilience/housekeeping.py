@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 from lightning_resilience import store
-from lightning_resilience.errors import CheckpointNotFound, SetupError
+from lightning_resilience.errors import CheckpointCorrupt, CheckpointNotFound, SetupError
 from lightning_resilience.manifest import (
     EXTENSION,
     MANIFEST,
@@ -41,7 +41,7 @@ def is_url(text: str) -> bool:
 def open_url(url: str, storage_options: Mapping[str, Any] | None) -> tuple[RemoteTier, str | None]:
     """The tier behind a URL, and the checkpoint's name where it is the URL of one."""
     root, _, last = url.rstrip("/").rpartition("/")
-    if last.endswith(EXTENSION):
+    if last.endswith(EXTENSION) and "://" in root:
         return RemoteTier(root, storage_options), last
     return RemoteTier(url, storage_options), None
 
@@ -90,22 +90,33 @@ def pull(source: RemoteTier, name: str, manifest: Manifest, target: LocalTier, t
     return manifest.size
 
 
+def same_save(committed: Mapping[str, Manifest], manifest: Manifest) -> str | None:
+    """Name under which a tier has the very save that a manifest is of, if it has."""
+    return next((name for name, one in committed.items() if one.is_same_save(manifest)), None)
+
+
 def push(source: LocalTier, name: str, manifest: Manifest, target: RemoteTier, tell: Told) -> int:
     """Copy a checkpoint from a folder to a cold tier; the bytes that had to be sent.
 
     Raises:
-        CheckpointCorrupt: a file is not what the manifest says.
+        CheckpointCorrupt: a file is not what the manifest says; nothing of the copy stays.
         SetupError: another checkpoint of that name is there.
     """
     if MANIFEST in target.files(name):
         _refuse_another(target, name, manifest)
         return 0
+    target.claim(name)
     sent: list[int] = []
 
     def send(entry: FileEntry) -> None:
         sent.append(target.send(name, entry, source.path(store.holder(name, entry), entry.path)))
 
-    _each(send, name, manifest, tell)
+    try:
+        _each(send, name, manifest, tell)
+    except CheckpointCorrupt:
+        if MANIFEST not in target.files(name):  # a run may have sent its own meanwhile
+            target.remove(name)
+        raise
     target.seal(name, manifest.standing_alone())
     return sum(sent)
 

@@ -16,11 +16,13 @@ import random
 import re
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import xxhash
@@ -37,6 +39,13 @@ MOST_PARTS = 9000
 """Parts of one object; S3 allows 10,000."""
 DIGEST = "xxh3-128"
 """Name under which an object's digest is kept beside it, where the store has room for that."""
+
+LOCAL = ("file", "local")
+"""Protocols of folders on this machine."""
+UNFINISHED = ".put-"
+"""Begins the names of the files of a folder that are not whole yet."""
+ABANDONED = 3600
+"""Seconds without a write after which nobody is at such a file any more."""
 
 Read = Callable[[int, int], bytes]
 """Gives ``length`` bytes from ``start``."""
@@ -86,8 +95,12 @@ class Objects(Protocol):
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; those that are gone already are fine."""
 
-    def sweep(self) -> int:
-        """Give up uploads that a killed process of this run began and never ended; how many."""
+    def sweep(self, ours: Callable[[str], bool]) -> int:
+        """Give up uploads that a killed process began and never ended; how many.
+
+        Args:
+            ours: whether a key is one that this package gives; what is others' is left alone.
+        """
 
 
 def open_objects(url: str, options: Mapping[str, Any] | None = None) -> Objects:
@@ -101,6 +114,10 @@ def open_objects(url: str, options: Mapping[str, Any] | None = None) -> Objects:
         SetupError: the URL cannot be one, or a package is missing for it.
     """
     options = dict(options or {})
+    check_url(url)
+    for name in ("client_kwargs", "config_kwargs", "s3_additional_kwargs"):
+        if name in options and not isinstance(options[name], Mapping):
+            raise SetupError(f"storage_options[{name!r}] of type {type(options[name]).__name__}: a dict is wanted.")
     scheme, _, rest = url.partition("://")
     if scheme in ("s3", "s3a") and "@" in rest.partition("/")[0]:
         raise SetupError(f"{shown(url)!r}: credentials are not taken from a URL.", hint="Give storage_options=.")
@@ -114,6 +131,20 @@ def open_objects(url: str, options: Mapping[str, Any] | None = None) -> Objects:
             raise SetupError(f"{shown(url)!r} needs s3fs: {error}.", hint="pip install s3fs") from error
         return S3Objects(bucket, prefix.strip("/"), options)
     return FsspecObjects(url, options)
+
+
+def check_url(url: str) -> None:
+    """Raise SetupError where a URL names no place, or one that depends on the working directory."""
+    scheme, mark, rest = url.partition("://")
+    if not mark:
+        return
+    if not scheme:
+        raise SetupError(f"{shown(url)!r} has no protocol.", hint="Use 's3://bucket/folder' or 'file:///path'.")
+    if scheme in LOCAL and not rest.startswith("/"):
+        raise SetupError(f"{url!r} is not an absolute path.", hint=f"Use {scheme}:///path, with three slashes.")
+    if scheme not in LOCAL and not rest.strip("/"):
+        what = "bucket" if scheme in ("s3", "s3a") else "bucket or folder"
+        raise SetupError(f"{shown(url)!r} names no {what}.", hint=f"Use {scheme}://bucket/folder.")
 
 
 # -- patience ---------------------------------------------------------------------------------------------------------
@@ -434,17 +465,24 @@ class S3Objects:
                 if code not in ("NoSuchKey", "404"):
                     raise TierUnavailable(f"{self.url}: an object could not be deleted: {code}.")
 
-    def sweep(self) -> int:
-        given_up: set[str] = set()
-        while True:  # the first page, until there is nothing new on it: not every store says where the next begins
-            page = self._call("list_multipart_uploads", Prefix=self.prefix)
-            uploads = [one for one in page.get("Uploads", []) if one["UploadId"] not in given_up]
-            if not uploads:
-                return len(given_up)
+    def sweep(self, ours: Callable[[str], bool]) -> int:
+        seen: set[str] = set()
+        given_up = 0
+        start: dict[str, str] = {}
+        while True:  # until the first page has nothing new: not every store says truly where the next begins
+            page = self._call("list_multipart_uploads", Prefix=self.prefix, **start)
+            uploads = [one for one in page.get("Uploads", []) if one["UploadId"] not in seen]
+            if not uploads and not start:
+                return given_up
             for upload in uploads:
-                given_up.add(upload["UploadId"])
+                seen.add(upload["UploadId"])
+                if not ours(upload["Key"].removeprefix(self.prefix)):
+                    continue
+                given_up += 1
                 with suppress(FileNotFoundError, TierUnavailable):
                     self._call("abort_multipart_upload", Key=upload["Key"], UploadId=upload["UploadId"])
+            markers = ("KeyMarker", "UploadIdMarker")  # SeaweedFS orders by the second alone
+            start = {name: page[f"Next{name}"] for name in markers if page.get(f"Next{name}")} if uploads else {}
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -576,7 +614,9 @@ class FsspecObjects:
         self._fs, root = self._open(url, options)
         self._root = str(root).rstrip("/")
         self._has_answered = False
-        self._is_local = "file" in (self._fs.protocol if isinstance(self._fs.protocol, tuple) else (self._fs.protocol,))
+        names = self._fs.protocol if isinstance(self._fs.protocol, tuple) else (self._fs.protocol,)
+        self.folder = self._root or "/" if "file" in names else None
+        """Where it is on this machine, if it is a folder there."""
 
     def _open(self, url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
         import fsspec
@@ -619,30 +659,38 @@ class FsspecObjects:
 
     def put(self, key: str, read: Read, size: int, digest: str) -> None:
         content, path = _Checked(key, read, digest), self._path(key)
+        # What has its name in a folder is whole: nothing else there keeps a reader from half a file.
+        target = path if self.folder is None else self._path(f"{UNFINISHED}{uuid.uuid4().hex}")
         part, _ = _parts(size)
 
         def write() -> None:
             with suppress(NotImplementedError):
-                self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+                self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
             if size <= part:
                 data = content(0, size)
                 content.check()
-                self._fs.pipe_file(path, data)
+                self._fs.pipe_file(target, data)
                 return
-            stream = self._fs.open(path, "wb", block_size=part)
+            stream = self._fs.open(target, "wb", block_size=part)
             try:
                 for start in range(0, size, part):
                     stream.write(content(start, min(part, size - start)))
                 content.check()
             except BaseException:
-                self._throw_away(stream, path)
+                self._throw_away(stream, target)
                 raise
             stream.close()
 
-        with _callers_errors():
-            self._call("put", write)
-        if self._is_local:
-            self._call("sync", lambda: _sync(path, self._root))
+        try:
+            with _callers_errors():
+                self._call("put", write)
+            if self.folder is not None:
+                self._call("put", lambda: _give_its_name(target, path))
+                self._call("sync", lambda: _sync(path, self._root))
+        finally:
+            if self.folder is not None:
+                with suppress(OSError):
+                    os.unlink(target)
         _check_size(key, self.stat(key), size)
 
     def _throw_away(self, stream: Any, path: str) -> None:
@@ -692,7 +740,8 @@ class FsspecObjects:
             return
         for path, info in sorted(found.items()):
             key = self._key(path)
-            if key.startswith(prefix) and info.get("type") == "file" and not path.endswith("/"):
+            is_whole = self.folder is None or not key.startswith(UNFINISHED)
+            if key.startswith(prefix) and is_whole and info.get("type") == "file" and not path.endswith("/"):
                 yield key, int(info["size"] or 0)
 
     def folders(self) -> list[str]:
@@ -719,8 +768,36 @@ class FsspecObjects:
             with suppress(Exception):  # an empty folder is no object; stores without folders have none
                 self._fs.rmdir(self._path(folder))
 
-    def sweep(self) -> int:
-        return 0
+    def sweep(self, ours: Callable[[str], bool]) -> int:
+        """In a folder: files that never got their name, and folders for such that nothing came into."""
+        if self.folder is None:
+            return 0
+        count, root = 0, Path(self.folder)
+        for path in root.glob(f"{UNFINISHED}*"):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > ABANDONED:
+                    path.unlink()
+                    count += 1
+        for path in root.glob("*/"):
+            with suppress(OSError):
+                if ours(f"{path.name}/") and time.time() - path.stat().st_mtime > ABANDONED:
+                    path.rmdir()  # fails where there is anything in it
+        return count
+
+
+def _give_its_name(source: str, path: str) -> None:
+    """Move a local file, which is durable, to its name in one step, whatever folder a sweep removes meanwhile."""
+    fd = os.open(source, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    for _ in range(10):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with suppress(FileNotFoundError):
+            os.replace(source, path)
+            return
+    raise TierUnavailable(f"{path} cannot be put: its folder is removed again and again.")
 
 
 def _sync(path: str, root: str) -> None:

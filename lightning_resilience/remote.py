@@ -1,14 +1,18 @@
 """The cold tier: checkpoints behind a URL, file for file as they are on disk, the manifest last.
 
 There are no folders and no renames there, so a checkpoint's name is in its keys from the first file on, and only the
-manifest makes it one: a name without a manifest is nothing, however much lies under it.
+manifest makes it one: a name without a manifest is nothing, however much lies under it.  Who puts the first file under
+a name puts a marker there before, ``.unsealed``, and takes it away once the manifest is there; a removal has one too.
+So what a kill leaves can be told from what others keep there: it has a marker, and that is old.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
+import time
 import uuid
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -28,8 +32,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lightning_resilience")
 
-_OURS = re.compile(rf"__\d+_\d+\.distcp|rank_\d+\.pt|{re.escape(METADATA)}|{re.escape(META)}")
-"""Names of the files of a checkpoint."""
+UNSEALED = ".unsealed"
+"""Name of the marker: somebody is putting files here, or taking them away.  JSON with ``time``, in seconds since 1970,
+and a ``token`` of who does it."""
+AFRESH = 3600
+"""Seconds after which who is still at it puts the marker anew."""
+FORSAKEN = 86400
+"""Age in seconds of a marker at which nobody is at it any more."""
+
+_OURS = re.compile(
+    rf"__\d+_\d+\.distcp|rank_\d+\.pt|{re.escape(METADATA)}|{re.escape(META)}|{re.escape(MANIFEST)}|{re.escape(UNSEALED)}"
+)
+"""Names of the files that are put under the name of a checkpoint."""
 
 
 class RemoteTier:
@@ -47,6 +61,7 @@ class RemoteTier:
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, patience: Patience | None = None) -> None:
         self.objects: Objects = open_objects(url, options)
         self.patience = patience or Patience()
+        self._token = uuid.uuid4().hex
 
     def __repr__(self) -> str:
         return f"RemoteTier({self.objects.url!r})"
@@ -73,6 +88,10 @@ class RemoteTier:
         """Size of each file of a checkpoint, committed or not."""
         prefix = f"{name}/"
         return {key.removeprefix(prefix): size for key, size in self.patience(lambda: [*self.objects.entries(prefix)])}
+
+    def is_marked(self, name: str) -> bool:
+        """Whether somebody is putting files under a name, or taking them away, or was when it was killed."""
+        return self.size(name, UNSEALED) is not None
 
     def read(self, name: str, file: str) -> bytes:
         """Content of a small file; FileNotFoundError where it is not there."""
@@ -141,6 +160,7 @@ class RemoteTier:
             FileNotFoundError: it is gone.
         """
         key = f"{name}/{entry.path}"
+        self.claim(name)
         if self.patience(lambda: self.objects.stat(key)) == Stat(entry.size, entry.xxh3_128):
             return 0
         points.reach("replicate.file")
@@ -156,11 +176,12 @@ class RemoteTier:
         return entry.size
 
     def seal(self, name: str, manifest: Manifest) -> None:
-        """Make a checkpoint of files that are there: check that all are, then write the manifest.
+        """Make a checkpoint of files that are there: check that all are, write the manifest, take the marker away.
 
         Raises:
             TierUnavailable: a file is missing, or has another size.
         """
+        name = _final(name)
         there = self.files(name)
         wrong = [entry.path for entry in manifest if entry.at is None and there.get(entry.path) != entry.size]
         if wrong:
@@ -171,27 +192,48 @@ class RemoteTier:
             lambda: self.objects.put(f"{name}/{MANIFEST}", _from_memory(content), len(content), digest(content))
         )
         points.reach("replicate.end")
+        with suppress(ResilienceError):  # beside a manifest it means nothing
+            self.objects.delete([f"{name}/{UNSEALED}"])
+
+    def claim(self, name: str) -> None:
+        """Put the marker under a name, unless there is a fresh one."""
+        age = self._age_of_marker(name)
+        if age is None or age > AFRESH:
+            self.patience(lambda: self._mark(name))
+
+    def _mark(self, name: str) -> None:
+        content = json.dumps({"time": time.time(), "token": self._token}).encode()
+        self.objects.put(f"{name}/{UNSEALED}", _from_memory(content), len(content), digest(content))
+
+    def _age_of_marker(self, name: str) -> float | None:
+        """Seconds since the marker was put; None where there is none of ours."""
+        try:
+            return time.time() - float(json.loads(self.read(name, UNSEALED))["time"])
+        except (FileNotFoundError, ValueError, TypeError, KeyError):
+            return None
 
     def sweep_uploads(self) -> None:
         """Give up the uploads that a killed process began and never ended."""
-        if count := self.patience(self.objects.sweep):
+        if count := self.patience(lambda: self.objects.sweep(_is_ours)):
             log.info("event=sweep tier=cold url=%s uploads=%d", self.where(), count)
 
     def sweep(self, unsealed: Collection[str]) -> None:
         """Delete what a killed save, copy or removal left.
 
         Args:
-            unsealed: names without a manifest that nobody is working on.  One is left alone where the files under it
-                are not named as ours are, or are a whole checkpoint of stock Lightning.
+            unsealed: names without a manifest.  Only what has an old marker, and no files but ours, is deleted; a
+                marker beside a manifest goes alone.
         """
         for name in unsealed:
+            age = self._age_of_marker(name)
+            if age is None or age < FORSAKEN:
+                continue
             files = self.files(name)
-            if MANIFEST in files or not all(map(_OURS.fullmatch, files)):
-                continue
-            if {METADATA, META} <= files.keys() and not any(file.startswith("rank_") for file in files):
-                continue
-            self.remove(name)
-            log.info("event=sweep tier=cold url=%s files=%d", self.where(name), len(files))
+            if MANIFEST in files:
+                self.patience(lambda name=name: self.objects.delete([f"{name}/{UNSEALED}"]))  # type: ignore[misc]
+            elif all(map(_OURS.fullmatch, files)):
+                self._delete(name, files)
+                log.info("event=sweep tier=cold url=%s files=%d", self.where(name), len(files))
 
     # -- saving without a local folder --------------------------------------------------------------------------------
 
@@ -200,7 +242,8 @@ class RemoteTier:
         self.probe()
 
     def begin(self, name: str) -> None:
-        """Nothing: there are no folders."""
+        """Put the marker, unless another rank has."""
+        self.claim(_final(name))
 
     def hold(self, name: str) -> AbstractContextManager[None]:
         """Nothing: there are no locks."""
@@ -215,7 +258,7 @@ class RemoteTier:
         points.reach("persist.file")
         view = memoryview(data).cast("B")
         entry = FileEntry(path=file, size=len(view), xxh3_128=digest(view), rank=rank)
-        key = f"{name.partition(PARTIAL)[0]}/{file}"
+        key = f"{_final(name)}/{file}"
         self.patience(lambda: self.objects.put(key, _from_memory(view), entry.size, entry.xxh3_128))
         return entry
 
@@ -230,10 +273,12 @@ class RemoteTier:
         """Nothing: with its manifest the checkpoint is there."""
 
     def withdraw(self, partial: str, files: Collection[str]) -> None:
-        """Take files of a dropped save away, the manifest first."""
-        name = partial.partition(PARTIAL)[0]
+        """Take files of a dropped save away, the manifest first; the last rank out takes the marker."""
+        name = _final(partial)
         with suppress(ResilienceError, OSError):
             self.objects.delete([f"{name}/{file}" for file in sorted(files, key=lambda file: file != MANIFEST)])
+            if [key for key, _ in self.objects.entries(f"{name}/")] == [f"{name}/{UNSEALED}"]:
+                self.objects.delete([f"{name}/{UNSEALED}"])
 
     def discard(self, name: str) -> None:
         """See ``remove``."""
@@ -243,11 +288,28 @@ class RemoteTier:
         """Nothing: there are no links."""
 
     def remove(self, name: str) -> None:
-        """Delete a checkpoint, its manifest first."""
+        """Delete a checkpoint, its manifest first, and the marker of that last."""
+        with suppress(ResilienceError):  # a bucket that is full takes no marker, and must be made room in
+            self._mark(name)
         self.patience(lambda: self.objects.delete([f"{name}/{MANIFEST}"]))
         points.reach("forget.remote")
-        files = [f"{name}/{file}" for file in self.files(name)]
-        self.patience(lambda: self.objects.delete(files))
+        self._delete(name, self.files(name))
+
+    def _delete(self, name: str, files: Collection[str]) -> None:
+        keys = [f"{name}/{file}" for file in files if file != UNSEALED]
+        self.patience(lambda: self.objects.delete(keys))
+        self.patience(lambda: self.objects.delete([f"{name}/{UNSEALED}"]))
+
+
+def _final(name: str) -> str:
+    """The name that what is being saved will have."""
+    return name.partition(PARTIAL)[0]
+
+
+def _is_ours(key: str) -> bool:
+    """Whether a key is one of a checkpoint here, or of its folder."""
+    name, _, file = key.partition("/")
+    return name.endswith(EXTENSION) and (not file or bool(_OURS.fullmatch(file)))
 
 
 def _from_memory(content: bytes | memoryview) -> Read:

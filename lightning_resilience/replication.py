@@ -139,6 +139,7 @@ class Replicator:
         tier: the cold tier.
         keep: what the cold tier retains.
         ranking: what ``keep.top_k`` ranks by.
+        run: gives the id of the run, to whose checkpoints the rule is applied: what other runs have there stays.
         tolerant: whether a cold tier that does not answer now is waited for in the background, because the hot tier
             has checkpoints already; otherwise it is an error.
 
@@ -154,6 +155,7 @@ class Replicator:
         keep: Keep,
         ranking: Ranking | None = None,
         *,
+        run: Callable[[], str],
         tolerant: bool = False,
     ) -> None:
         self.tier = tier
@@ -161,6 +163,7 @@ class Replicator:
         self._folder = folder
         self._keep = keep
         self._ranking = ranking
+        self._run_id = run
         self._id: str = ranks.broadcast(f"copy-{random.getrandbits(48):012x}")
         self._lock = threading.Lock()
         self._known = _Known()
@@ -235,7 +238,7 @@ class Replicator:
     def pending(self) -> set[str]:
         """Names of the checkpoints that the cold tier should have and does not: their hot copy must stay."""
         with self._lock:
-            hot, cold, lacking = dict(self._known.hot), dict(self._known.cold), self._known.lacking()
+            hot, cold, lacking = dict(self._known.hot), self._own(), self._known.lacking()
         verdicts = judge({**cold, **{target: hot[name] for target, name in lacking.items()}}, self._keep, self._ranking)
         return {lacking[verdict.name] for verdict in verdicts if verdict.keep and verdict.name in lacking}
 
@@ -247,6 +250,11 @@ class Replicator:
 
     def _is_spoiled(self, manifest: Manifest) -> bool:
         return manifest.save_id in self._spoiled
+
+    def _own(self) -> dict[str, Manifest]:
+        """What the cold tier has of this run."""
+        run = self._run_id()
+        return {name: manifest for name, manifest in self._known.cold.items() if manifest.run == run}
 
     def protected(self) -> set[str]:
         """Names whose hot copy must stay: what is on its way, and what is being sent although newer ones have made it
@@ -622,7 +630,7 @@ class Replicator:
     def _retain(self) -> list[str]:
         """Remove what the rule gives up; the names."""
         with self._lock:
-            cold = dict(self._known.cold)
+            cold = self._own()
             used = {self._known.hot[name].save_id for name in self._in_use if name in self._known.hot}
         in_use = {*self._in_use, *(name for name, manifest in cold.items() if manifest.save_id in used)}
         removed = store.retain(self.tier, self._keep, self._ranking, in_use, committed=cold)

@@ -211,13 +211,24 @@ def free_name(name: str, is_taken: Callable[[str], bool]) -> str:
 
 
 def commit(tier: WritableTier, partial: str, name: str, manifest: Manifest, *, replace: bool = False) -> None:
-    """Turn the folder ``partial``, whose files are durable, into checkpoint ``name``: manifest last, one rename."""
+    """Turn the folder ``partial``, whose files are durable, into checkpoint ``name``: manifest last, one rename.
+
+    Raises:
+        TierUnavailable: behind a URL, a file is not there.
+    """
     points.reach("commit.begin")
-    tier.write(partial, MANIFEST, manifest.to_bytes())
-    tier.sync(partial)
+    tier.seal(partial, manifest)
     points.reach("commit.manifest")
     tier.publish(partial, name, replace=replace)
     points.reach("commit.end")
+
+
+def is_pinned(tier: Tier, name: str) -> bool:
+    """Whether there is a checkpoint of that name that no rule may remove."""
+    try:
+        return PINNED in read_manifest(tier, name).labels
+    except ResilienceError:
+        return False
 
 
 def retain(

@@ -24,7 +24,7 @@ import xxhash
 
 from lightning_resilience import points
 from lightning_resilience.errors import CheckpointNotFound, TierDenied, TierUnavailable
-from lightning_resilience.manifest import EXTENSION, MANIFEST, PARTIAL, REMOVED, FileEntry
+from lightning_resilience.manifest import EXTENSION, MANIFEST, PARTIAL, REMOVED, FileEntry, Manifest
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -82,6 +82,9 @@ class WritableTier(Tier, Protocol):
     def check_writable(self) -> None:
         """Raise TierDenied or TierUnavailable where nothing can be written."""
 
+    def claim(self, name: str) -> None:
+        """Let others see that files of ``name`` are on their way, where they have that name from the start."""
+
     def begin(self, name: str) -> None:
         """Get ready for files of ``name``."""
 
@@ -96,6 +99,9 @@ class WritableTier(Tier, Protocol):
 
     def sync(self, name: str = "") -> None:
         """Make the names of the files last."""
+
+    def seal(self, name: str, manifest: Manifest) -> None:
+        """Write the manifest of files that are there."""
 
     def publish(self, partial: str, name: str, *, replace: bool = False) -> None:
         """Let ``partial``, with its manifest in it, be the checkpoint ``name``."""
@@ -200,6 +206,9 @@ class LocalTier:
                 hint="Give dirpath= a folder." if is_file else "Check the disk behind dirpath=.",
             ) from error
 
+    def claim(self, name: str) -> None:
+        """Nothing: what is being saved has a name of its own."""
+
     def begin(self, name: str) -> None:
         """Make the folder ``name``, empty or as another rank has begun it."""
         self.path(name).mkdir(parents=True, exist_ok=True)
@@ -259,6 +268,11 @@ class LocalTier:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+    def seal(self, name: str, manifest: Manifest) -> None:
+        """Write the manifest, durably."""
+        self.write(name, MANIFEST, manifest.to_bytes())
+        self.sync(name)
 
     def publish(self, partial: str, name: str, *, replace: bool = False) -> None:
         """Let the whole folder ``partial`` appear as ``name``, in one step (in two where an older one gives way).

@@ -21,7 +21,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 CHUNK = 2**18
 
@@ -66,6 +66,10 @@ class Rule:
     status: int = 503
     code: str = "SlowDown"
     hits: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ValueError(f"{self.kind!r} is not one of {', '.join(get_args(Kind))}")
 
     def takes(self, method: str, target: str, luck: float) -> bool:
         """Whether it applies to this request; counts that."""

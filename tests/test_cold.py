@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -33,7 +35,7 @@ from lightning_resilience import (
 )
 from lightning_resilience.manifest import MANIFEST, FileEntry, Manifest, digest
 from lightning_resilience.objects import FsspecObjects
-from lightning_resilience.remote import RemoteTier
+from lightning_resilience.remote import UNSEALED, RemoteTier
 from lightning_resilience.replication import Replicated
 from lightning_resilience.tiers import LocalTier
 from probes import at, die
@@ -340,24 +342,85 @@ def test_what_a_kill_left_there_and_no_folder_has_any_more_is_swept_and_nothing_
     there = tmp_path / "cold"
     newest = sorted(there.glob("*.ckpt"))[-1]
 
-    def copy(name: str, *files: str) -> None:
+    def copy(name: str, *files: str, marked: float | str | None = None) -> None:
         (there / name).mkdir()
         for file in files:
             shutil.copy(newest / {"shard-0": "__0_0.distcp"}.get(file, file), there / name / file)
+        if marked is not None:
+            content = marked if isinstance(marked, str) else json.dumps({"time": time.time() - marked, "token": "1"})
+            (there / name / UNSEALED).write_text(content)
 
-    copy("epoch=0-step=90.ckpt", "__0_0.distcp")  # a copy that was killed
-    copy("epoch=0-step=91.ckpt", "rank_00000.pt", ".metadata", "meta.pt")  # a removal that was killed
-    copy("stock.ckpt", "__0_0.distcp", ".metadata", "meta.pt")  # stock Lightning's
-    copy("mine.ckpt", "__0_0.distcp", "shard-0")  # somebody's
+    old, young = 90_000, 80_000
+    copy("epoch=0-step=90.ckpt", "__0_0.distcp", marked=old)  # a copy that was killed
+    copy("epoch=0-step=91.ckpt", "rank_00000.pt", ".metadata", "meta.pt", marked=old)  # a removal that was killed
+    copy("epoch=0-step=92.ckpt", marked=old)  # one that was killed at its end
+    left = {
+        "stock.ckpt": [".metadata", "meta.pt", "__0_0.distcp"],  # stock Lightning's
+        "plain.ckpt": [".metadata", "__0_0.distcp"],  # stock DCP's
+        "rest.ckpt": ["__0_0.distcp"],
+        "mine.ckpt": ["__0_0.distcp", "shard-0"],
+    }
+    for name, files in left.items():
+        copy(name, *files)
+    for name, marked in (("young.ckpt", young), ("odd.ckpt", "{"), ("odder.ckpt", "[1]")):
+        left[name] = ["__0_0.distcp", UNSEALED]
+        copy(name, "__0_0.distcp", marked=marked)
+    left["with-mine.ckpt"] = ["__0_0.distcp", "shard-0", UNSEALED]
+    copy("with-mine.ckpt", "__0_0.distcp", "shard-0", marked=old)
     if straight:
         callback = ResilientCheckpoint(f"local://{there}", schedule=EverySteps(2))  # file:// would be a folder
         make_trainer(tmp_path, settle(), callback, max_steps=10, max_epochs=-1).fit(TinyModel(), data(64))
     else:
         fit(tmp_path, last=10)
-    left = {path.name for path in there.glob("*.ckpt")}
-    assert {"stock.ckpt", "mine.ckpt"} < left
-    assert not {"epoch=0-step=90.ckpt", "epoch=0-step=91.ckpt"} & left
+    assert not {f"epoch=0-step={step}.ckpt" for step in (90, 91, 92)} & {path.name for path in there.iterdir()}
+    for name, files in left.items():
+        assert sorted(path.name for path in (there / name).iterdir()) == sorted(files), name
     assert steps(cold(tmp_path))[-1] == 10
+    assert [path.parent.name for path in there.glob(f"epoch*/{UNSEALED}")] == []
+
+
+@pytest.mark.parametrize("straight", [False, True], ids=["remote", "dirpath"])
+def test_every_name_without_a_manifest_has_a_marker_whatever_is_under_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, straight: bool
+) -> None:
+    """So whatever a kill leaves can be told from what others keep there."""
+    bare: list[set[str]] = []
+    for what in ("put", "delete"):
+        original = getattr(FsspecObjects, what)
+
+        def watched(self: FsspecObjects, *args: Any, original: Any = original) -> None:
+            original(self, *args)
+            for folder in (tmp_path / "cold").glob("*.ckpt"):
+                files = {path.name for path in folder.iterdir()}
+                if files and not files & {MANIFEST, UNSEALED}:
+                    bare.append(files)
+
+        monkeypatch.setattr(FsspecObjects, what, watched)
+    if straight:
+        callback = ResilientCheckpoint(f"local://{tmp_path}/cold", schedule=EverySteps(2), keep=Keep(last=1))
+        make_trainer(tmp_path, settle(), callback, max_steps=8, max_epochs=-1).fit(TinyModel(), data(64))
+    else:
+        fit(tmp_path, keep=Keep(last=1))
+    assert steps(cold(tmp_path)) == [8]
+    assert bare == []
+    assert list((tmp_path / "cold").glob(f"*/{UNSEALED}")) == []
+
+
+def test_save_to_a_url_whose_files_are_gone_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = RemoteTier.write
+
+    def robbed(self: RemoteTier, name: str, file: str, *args: Any) -> FileEntry:
+        entry = write(self, name, file, *args)
+        if file == "rank_00000.pt" and "step=4" in name:
+            self.objects.delete([f"epoch=0-step=4.ckpt/{file}"])
+        return entry
+
+    monkeypatch.setattr(RemoteTier, "write", robbed)
+    callback = ResilientCheckpoint(f"local://{tmp_path}/cold", schedule=EverySteps(2))
+    with pytest.warns(UserWarning, match=r"lacks rank_00000\.pt"):
+        make_trainer(tmp_path, settle(), callback, max_steps=6, max_epochs=-1).fit(TinyModel(), data(64))
+    assert steps(cold(tmp_path)) == [2, 6]
+    assert not (tmp_path / "cold" / "epoch=0-step=4.ckpt").exists()
 
 
 def test_name_that_is_saved_again_and_again_is_there_at_every_moment(
@@ -419,6 +482,16 @@ def test_save_that_gives_way_while_it_is_sent_arrives_all_the_same_where_links_c
     assert [path.name for path in (tmp_path / "hot").glob("*.ckpt*")] == ["best.ckpt"]
 
 
+def test_pinned_checkpoint_never_gives_way_to_another_save_of_its_name(tmp_path: Path) -> None:
+    kwargs: dict[str, Any] = {"filename": "best", "enable_version_counter": False, "remote": None}
+    fit(tmp_path, last=2, **kwargs)
+    hot = LocalTier(tmp_path / "hot")
+    housekeeping.label(hot, "best.ckpt", store.read_manifest(hot, "best.ckpt"), pinned=True)
+    fit(tmp_path, last=6, keep=Keep(last=1), **kwargs)
+    assert store.read_manifest(hot, "best.ckpt").step == 2
+    assert [manifest.step for manifest in committed(tmp_path / "hot")] == [2, 6]
+
+
 class Killed(BaseException):
     """The process is gone: nothing after it happens."""
 
@@ -464,7 +537,10 @@ def test_kill_after_any_number_of_requests_leaves_the_one_before_it_to_a_fresh_m
             done = True
         found = cold(tmp_path)  # reads every byte
         newest = max(found.values(), key=lambda one: one.order)
-        assert newest.step == (4 if done else 3 if over and requests == 0 else 2)
+        # The first two of a removal put the marker and delete the manifest; the last of a copy deletes the marker.
+        sealed = done or MANIFEST in tier.files(name)
+        assert newest.step == (3 if over and requests < 2 else 4 if sealed else 2)
+        assert sealed or UNSEALED in tier.files(name) or not tier.files(name)
         requests += 1
     assert requests > len(manifest.files)
 
@@ -478,6 +554,13 @@ def test_kill_after_any_number_of_requests_leaves_the_one_before_it_to_a_fresh_m
         ({"remote": "/no/url"}, "remote='/no/url' is not a URL"),
         ({"remote": "nosuch://bucket"}, "nosuch"),
         ({"remote": "s3://"}, "names no bucket"),
+        ({"remote": "://x"}, "no protocol"),
+        ({"remote": "file://rel/x"}, "not an absolute path"),
+        ({"dirpath": "s3://"}, "names no bucket"),
+        ({"dirpath": "memory://"}, "names no bucket or folder"),
+        ({"dirpath": "gs:///"}, "names no bucket or folder"),
+        ({"dirpath": "file://rel/x"}, "not an absolute path"),
+        ({"remote": "s3://b/x", "storage_options": {"s3_additional_kwargs": "secret"}}, "s3_additional_kwargs"),
         ({"storage_options": {"key": "k"}}, "storage_options= is for a cold tier"),
         ({"remote_keep": Keep()}, "remote_keep= is for a cold tier"),
         ({"remote": "memory://x", "remote_keep": 3}, "remote_keep=3 is not a retention rule"),
@@ -488,6 +571,62 @@ def test_arguments_that_cannot_be_meant_are_refused(kwargs: dict[str, Any], matc
     with pytest.raises(SetupError, match=match) as caught:
         ResilientCheckpoint(**kwargs)
     assert "secret" not in str(caught.value)
+
+
+def test_cold_tier_that_is_the_folder_or_in_a_checkpoint_of_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hot = tmp_path / "hot"
+    hot.mkdir()
+    (tmp_path / "link").symlink_to(hot)
+    monkeypatch.chdir(tmp_path)
+    for dirpath, remote in (
+        (hot, f"file://{hot}"),
+        ("hot", f"local://{hot}/"),
+        (tmp_path / "link", f"file://{hot}"),
+        (hot, f"file://{tmp_path}/link/../link"),
+        (f"file://{hot}", f"file://{hot}/a.ckpt/cold"),
+        (hot / "a.ckpt" / "hot", f"file://{hot}"),
+    ):
+        with pytest.raises(SetupError, match=r"itself|in a checkpoint"):
+            ResilientCheckpoint(dirpath, remote=remote)
+    for dirpath, remote in ((hot, f"file://{hot}/cold"), (hot / "7", f"file://{hot}"), (hot, f"file://{hot}-2")):
+        ResilientCheckpoint(dirpath, remote=remote)
+    late = ResilientCheckpoint(tmp_path / "later", remote=f"file://{hot}")
+    (tmp_path / "later").symlink_to(hot)
+    with pytest.raises(SetupError, match="itself"):
+        make_trainer(tmp_path, late).fit(TinyModel(), data())
+
+
+@pytest.mark.parametrize(
+    "second", [{"remote": "{}/cold"}, {"dirpath": "{}/cold"}, {"dirpath": "local://{}/cold"}, {"dirpath": "{}/link"}]
+)
+def test_two_callbacks_with_one_place_are_refused(tmp_path: Path, second: dict[str, str]) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    given = {name: place.format(tmp_path) for name, place in second.items()}
+    if "remote" in given:
+        given = {"dirpath": str(tmp_path / "b"), "remote": f"local://{given['remote']}"}
+    callbacks = ResilientCheckpoint(tmp_path / "a", remote=url(tmp_path)), ResilientCheckpoint(**given, filename="b")
+    with pytest.raises(SetupError, match="Two checkpoint callbacks save to"):
+        make_trainer(tmp_path, *callbacks).fit(TinyModel(), data())
+
+
+def test_what_another_run_has_in_the_cold_tier_stays_and_takes_no_room(tmp_path: Path) -> None:
+    fit(tmp_path, hot="a", filename="a-{step}")
+
+    def another(last: int, ckpt_path: str | None) -> None:
+        callback = ResilientCheckpoint(
+            tmp_path / "b", filename="b-{step}", schedule=EverySteps(2), remote=url(tmp_path), remote_keep=Keep(last=2)
+        )
+        trainer = make_trainer(tmp_path, settle(), callback, max_steps=last, max_epochs=-1)
+        trainer.fit(TinyModel(), data(64), ckpt_path=ckpt_path)
+
+    another(8, None)
+    of_a = {"a-step=4.ckpt", "a-step=6.ckpt", "a-step=8.ckpt"}
+    assert set(cold(tmp_path)) == of_a | {"b-step=6.ckpt", "b-step=8.ckpt"}
+    another(12, "last")
+    # Of its own the newest two, and what it was resumed from.
+    assert set(cold(tmp_path)) == of_a | {"b-step=8.ckpt", "b-step=10.ckpt", "b-step=12.ckpt"}
 
 
 @pytest.mark.parametrize("error", [TierDenied("not yours"), TierUnavailable("not there")])

@@ -12,7 +12,7 @@ from lightning_resilience import cli, store
 from lightning_resilience.errors import TierUnavailable
 from lightning_resilience.manifest import MANIFEST, PINNED, SUSPECT
 from lightning_resilience.objects import FsspecObjects
-from lightning_resilience.remote import RemoteTier
+from lightning_resilience.remote import UNSEALED, RemoteTier
 from lightning_resilience.retention import Keep, Ranking, stated
 from lightning_resilience.tiers import LocalTier
 from on_disk import FILES, flip, save, tree
@@ -158,9 +158,111 @@ def test_prune_says_why_and_does_it_unless_it_is_a_dry_run(hot: LocalTier, url: 
     assert left == ["step=400.ckpt", "step=300.ckpt", "step=100.ckpt"]
 
 
-def test_prune_that_cannot_rank_says_so(hot: LocalTier, call: Any) -> None:
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("prune {hot} --top-k 1", "no --monitor to rank them by"),
+        ("prune {hot} --last 0", "'0' is not a whole number of 1 or more, or -1"),
+        ("prune {hot} --milestones 0", "--milestones"),
+        ("prune {hot} --max-bytes -5", "--max-bytes"),
+        ("prune {hot} --marked -1", "--marked"),
+        ("prune {hot} --top-k -2 --monitor loss", "--top-k"),
+        ("ls {hot} --remote /not/a/url", "'/not/a/url' is not a URL"),
+        ("push {hot} plain", "'plain' is not a URL"),
+        ("pull plain {hot}", "'plain' is not a URL"),
+        ("pull memory://x/step=100.ckpt {hot} --step 6", "step=100.ckpt is one already"),
+    ],
+)
+def test_wrong_usage_ends_with_2_and_changes_nothing(
+    hot: LocalTier, call: Any, capsys: pytest.CaptureFixture[str], argv: str, said: str
+) -> None:
     save(hot)
-    assert call("prune", hot.root, "--top-k", 1)[1]["error"] == "SetupError"
+    before = tree(hot.root)
+    with pytest.raises(SystemExit) as stop:
+        call(*argv.format(hot=hot.root).split())
+    assert stop.value.code == 2
+    assert said in capsys.readouterr().err
+    assert tree(hot.root) == before
+
+
+def test_a_save_is_told_from_another_of_its_name(hot: LocalTier, url: str, call: Any, capsys: Any) -> None:
+    """As a run leaves them that saves ``best.ckpt`` again and again: in the cold tier the newer has a version."""
+    cold = RemoteTier(url)
+    rules = stated(Keep(last=1), Keep(last=2), None)
+
+    def saved(step: int, name: str | None) -> None:
+        if hot.exists("best.ckpt"):
+            hot.remove("best.ckpt")
+        save(hot, "best.ckpt", step=step, extra={"retention": rules}, files={"meta.pt": b"%d" % step})
+        manifest = store.read_manifest(hot, "best.ckpt")
+        if name is not None:
+            for entry in manifest:
+                cold.send(name, entry, hot.path("best.ckpt", entry.path))
+            cold.seal(name, manifest)
+
+    def rows() -> list[tuple[str, int, str, str | None]]:
+        found = call("ls", hot.root, "--remote", url)[1]["checkpoints"]
+        return [(ckpt["name"], ckpt["step"], "+".join(ckpt["tiers"]), ckpt["copy"]) for ckpt in found]
+
+    saved(1, "best.ckpt")
+    saved(2, None)
+    assert rows() == [("best.ckpt", 2, "hot", None), ("best.ckpt", 1, "cold", None)]
+    code, document, _ = call("push", hot.root, url)
+    assert (code, document["error"]) == (1, "SetupError")
+    saved(2, "best-v1.ckpt")
+    assert rows() == [("best.ckpt", 2, "hot+cold", "best-v1.ckpt"), ("best.ckpt", 1, "cold", None)]
+    assert [ckpt["kept"] for ckpt in call("ls", hot.root, "--remote", url)[1]["checkpoints"]] == [
+        ["newest"],
+        ["2nd newest"],
+    ]
+    code, document, _ = call("push", hot.root, url)
+    assert (code, document["checkpoints"][0]["copied"]) == (0, 0)
+    cli.main(["ls", str(hot.root), "--remote", url])
+    assert "hot+cold as best-v1.ckpt" in capsys.readouterr().out
+
+
+def test_damaged_checkpoint_does_not_hold_up_a_push_of_others_and_leaves_nothing(
+    hot: LocalTier, url: str, tmp_path: Path, call: Any
+) -> None:
+    for step in (100, 200, 300):
+        save(hot, step=step)
+    flip(hot.path("step=200.ckpt", "meta.pt"))
+    code, document, err = call("push", hot.root, url)
+    assert (code, document["error"]) == (1, "CheckpointCorrupt")
+    assert names(document) == ["step=100.ckpt", "step=300.ckpt"]
+    assert [one["name"] for one in document["left_out"]] == ["step=200.ckpt"]
+    assert "step=200.ckpt is left out" in err
+    assert sorted(path.name for path in (tmp_path / "cold").iterdir()) == ["step=100.ckpt", "step=300.ckpt"]
+
+
+def test_what_is_on_its_way_to_a_cold_tier_is_mentioned_and_no_problem(hot: LocalTier, url: str, call: Any) -> None:
+    save(hot)
+    call("push", hot.root, url)
+    cold = RemoteTier(url)
+    cold.claim("step=200.ckpt")
+    for arguments in ((url,), (hot.root, "--remote", url)):
+        code, document, _ = call("ls", *arguments)
+        assert (code, names(document)) == (0, ["step=100.ckpt"])
+        assert [Path(name).name for name in document["leftovers"]] == ["step=200.ckpt"]
+    cold.objects.delete(["step=100.ckpt/manifest.json"])
+    assert call("ls", url)[0] == 1  # nobody is at that one
+
+
+def test_files_are_pushed_while_a_run_begins_there(
+    hot: LocalTier, url: str, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(hot)
+    seal = RemoteTier.seal
+
+    def swept(self: RemoteTier, *args: Any) -> None:
+        start = RemoteTier(url)
+        start.sweep_uploads()
+        start.sweep(store.list_checkpoints(start).uncommitted)
+        seal(self, *args)
+
+    monkeypatch.setattr(RemoteTier, "seal", swept)
+    assert call("push", hot.root, url)[0] == 0
+    assert call("verify", url)[0] == 0
 
 
 @pytest.mark.parametrize("where", ["hot", "cold"])
@@ -207,7 +309,8 @@ def test_manifest_comes_last_in_a_push(hot: LocalTier, url: str, call: Any, monk
     monkeypatch.setattr(FsspecObjects, "put", noting)
     call("push", hot.root, url)
     assert order[-1] == f"step=100.ckpt/{MANIFEST}"
-    assert len(order) == len(FILES) + 2  # the probe, the files, the manifest
+    assert order[1] == f"step=100.ckpt/{UNSEALED}"
+    assert len(order) == len(FILES) + 3  # the probe, the marker, the files, the manifest
 
 
 def test_ls_says_why_each_checkpoint_is_kept_by_the_rules_of_its_run(tmp_path: Path, call: Any, capsys: Any) -> None:

@@ -289,12 +289,17 @@ def test_a_file_in_a_folder_and_its_name_are_synced_before_it_counts_as_put(
     fsync = os.fsync
 
     def spy(fd: int) -> None:
-        synced.add(os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), tmp_path))
+        path = os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), tmp_path)
+        if path.startswith("run/.put-"):  # before it has its name
+            path = "content"
+        elif path.endswith("shard"):
+            assert "content" in synced
+        synced.add(path)
         fsync(fd)
 
     monkeypatch.setattr(os, "fsync", spy)
     put(there, "a.ckpt/sub/shard", CONTENT)
-    expected = {".", "run", "run/a.ckpt", "run/a.ckpt/sub", "run/a.ckpt/sub/shard"}
+    expected = {"content", ".", "run", "run/a.ckpt", "run/a.ckpt/sub", "run/a.ckpt/sub/shard"}
     assert synced == (set() if url.startswith("memory") else expected)
 
 
@@ -322,6 +327,16 @@ def test_a_url_and_its_options_say_which_way_to_go(url: str, options: Any, kind:
     ("url", "options", "named"),
     [
         ("s3:///run", {}, "names no bucket"),
+        ("s3://", {}, "names no bucket"),
+        ("memory://", {}, "names no bucket or folder"),
+        ("gs:///", {}, "names no bucket or folder"),
+        ("://run", {}, "no protocol"),
+        ("file://", {}, "not an absolute path"),
+        ("file://run/7", {}, "three slashes"),
+        ("local://run/7", {}, "three slashes"),
+        ("s3://bucket/run", {"s3_additional_kwargs": "sesame"}, "s3_additional_kwargs"),
+        ("s3://bucket/run", {"client_kwargs": ["sesame"]}, "client_kwargs"),
+        ("s3://bucket/run", {"config_kwargs": "sesame"}, "config_kwargs"),
         ("nosuch://bucket/run", {}, "nosuch"),
         ("s3://b!/run", {"anon": True}, "ParamValidationError"),
         ("s3://bucket/run", {"endpoint_url": "no url"}, "ValueError"),
@@ -330,8 +345,9 @@ def test_a_url_and_its_options_say_which_way_to_go(url: str, options: Any, kind:
     ],
 )
 def test_what_cannot_be_a_place_is_a_setup_error(url: str, options: dict, named: str) -> None:
-    with pytest.raises(SetupError, match=named):
+    with pytest.raises(SetupError, match=named) as caught:
         open_objects(url, options).stat("a")
+    assert "sesame" not in str(caught.value)
 
 
 def test_without_s3fs_it_is_said_what_to_install(monkeypatch) -> None:
@@ -495,14 +511,15 @@ def test_what_a_killed_process_began_is_swept_and_nothing_of_other_runs(bucket: 
         open_objects(bucket.url, bucket.storage_options).put("a.ckpt/b", read, len(CONTENT), digest(CONTENT))
 
     assert in_a_fork(child) == -signal.SIGKILL
-    for key in ("run-2/a", "other/run/a", "runaway"):
+    others = ["other/run/a", "run-2/a", "run/b/a.ckpt/b", "runaway"]
+    for key in others:
         bucket.client.create_multipart_upload(Bucket=bucket.name, Key=key)
-    assert bucket.uploads() == ["other/run/a", "run-2/a", "run/a.ckpt/b", "runaway"]
+    assert bucket.uploads() == sorted([*others, "run/a.ckpt/b"])
     there = open_objects(bucket.url, bucket.storage_options)
     assert keys(there) == []
-    assert there.sweep() == 1
-    assert bucket.uploads() == ["other/run/a", "run-2/a", "runaway"]
-    assert there.sweep() == 0
+    assert there.sweep(lambda key: key.startswith("a.ckpt/")) == 1
+    assert bucket.uploads() == others
+    assert there.sweep(lambda key: key.startswith("a.ckpt/")) == 0
 
 
 @pytest.mark.s3
@@ -513,15 +530,50 @@ def test_all_uploads_are_swept_however_many_come_at_once(bucket: Bucket) -> None
         params["MaxUploads"] = 2
 
     there._client().meta.events.register("provide-client-params.s3.ListMultipartUploads", two_at_once)
-    for number in range(5):
+    for number in range(9):
         bucket.client.create_multipart_upload(Bucket=bucket.name, Key=f"run/{number}")
-    assert there.sweep() == 5
+    assert there.sweep(lambda key: key in "34578") == 5
+    assert bucket.uploads() == ["run/0", "run/1", "run/2", "run/6"]
+    assert there.sweep(bool) == 4
     assert bucket.uploads() == []
 
 
 @pytest.mark.parametrize("url", ["memory://nowhere", "file:///nowhere"])
 def test_places_without_uploads_have_nothing_to_sweep(url: str) -> None:
-    assert open_objects(url).sweep() == 0
+    assert open_objects(url).sweep(bool) == 0
+
+
+def test_file_that_a_kill_kept_from_being_whole_has_no_name_and_goes_when_it_is_old(tmp_path: Path) -> None:
+    def child() -> None:
+        def read(start: int, length: int) -> bytes:
+            if start == PART:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return CONTENT[start : start + length]
+
+        open_objects(f"file://{tmp_path}/run").put("a.ckpt/b", read, len(CONTENT), digest(CONTENT))
+
+    there = open_objects(f"file://{tmp_path}/run")
+    put(there, "a.ckpt/b", b"older")
+    assert in_a_fork(child) == -signal.SIGKILL
+    assert there.get("a.ckpt/b") == b"older"
+    assert keys(there) == ["a.ckpt/b"]
+    for folder in ("empty.ckpt", "mine"):
+        (tmp_path / "run" / folder).mkdir()
+    assert there.sweep(lambda key: key.endswith(".ckpt/")) == 0
+    old = time.time() - 7200
+    for path in (tmp_path / "run").iterdir():
+        os.utime(path, (old, old))
+    assert there.sweep(lambda key: key.endswith(".ckpt/")) == 1
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["a.ckpt", "mine"]
+    assert there.get("a.ckpt/b") == b"older"
+
+
+def test_put_that_fails_leaves_nothing_in_a_folder(tmp_path: Path) -> None:
+    there = open_objects(f"file://{tmp_path}/run")
+    for size in (1000, len(CONTENT)):
+        with pytest.raises(CheckpointCorrupt):
+            put(there, "a.ckpt/b", CONTENT[:size], digest="0")
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 # -- faults on the way ------------------------------------------------------------------------------------------------
@@ -551,7 +603,7 @@ REQUESTS: dict[str, tuple[str, str, Callable[[Objects], object]]] = {
     "list": ("GET", "list-type", keys),
     "folders": ("GET", "list-type", lambda there: there.folders()),
     "delete": ("POST", "delete", lambda there: there.delete(["old"])),
-    "sweep": ("GET", "uploads", lambda there: there.sweep()),
+    "sweep": ("GET", "uploads", lambda there: there.sweep(bool)),
 }
 """What a client asks for: HTTP method, a piece of the path, and the call that leads to it."""
 
@@ -600,7 +652,7 @@ def test_an_interrupted_put_is_whole_in_the_end(bucket: Bucket, faults: Faults, 
     assert rule.hits == times
     assert there.get("new") == (SMALL if what in ("put", "check") else CONTENT)
     strays = 2 if (what, kind) == ("begin", "ack_lost") else 0
-    assert len(bucket.uploads()) == there.sweep() == strays
+    assert len(bucket.uploads()) == there.sweep(bool) == strays
     assert bucket.uploads() == []
 
 
@@ -722,7 +774,7 @@ def test_a_server_that_dies_in_a_put_is_unavailable_and_the_next_put_works(s3_se
     finally:
         s3_server.start()
     assert list(there.entries()) == [("before", len(CONTENT))]
-    assert there.sweep() == 1
+    assert there.sweep(bool) == 1
     put(there, "a", CONTENT)
     assert there.get("a") == there.get("before") == CONTENT
 
@@ -737,7 +789,7 @@ ANY_CALL: dict[str, Callable[[Objects], object]] = {
     "list": keys,
     "folders": lambda there: there.folders(),
     "delete": lambda there: there.delete(["old"]),
-    "sweep": lambda there: there.sweep(),
+    "sweep": lambda there: there.sweep(bool),
 }
 
 

@@ -186,11 +186,6 @@ def test_simulate_takes_what_it_is_not_told_from_the_ledger_of_a_run(tmp_path: P
     ("argv", "said"),
     [
         (("--mtbf", "2h"), "--state-bytes, --step-time: not given"),
-        ((*KNOWN, "--state-bytes", "-1"), "--state-bytes -1"),
-        ((*KNOWN, "--persist-bandwidth", "0"), "--persist-bandwidth 0"),
-        ((*KNOWN, "--runs", "0"), "--runs 0"),
-        ((*KNOWN, "--noise", "-1"), "--noise -1"),
-        ((*KNOWN, "--max-overhead", "2"), "max_overhead=2.0"),
         (("/nowhere",), "/nowhere"),
     ],
 )
@@ -198,6 +193,23 @@ def test_what_cannot_be_simulated_is_an_error_with_its_name(call, argv: tuple[st
     code, _, err = call(*argv)
     assert code == 1
     assert said in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("--state-bytes", "-1"), "--state-bytes -1"),
+        (("--persist-bandwidth", "0"), "--persist-bandwidth 0"),
+        (("--runs", "0"), "'0' is not a whole number of 1 or more"),
+        (("--noise", "-1"), "--noise -1"),
+        (("--max-overhead", "2"), "max_overhead=2.0"),
+    ],
+)
+def test_numbers_that_cannot_be_meant_are_wrong_usage(call, capsys, argv: tuple[str, ...], said: str) -> None:
+    with pytest.raises(SystemExit) as stop:
+        call(*KNOWN, *argv)
+    assert stop.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 def test_run_folder_without_a_ledger_is_said_to_be_one(tmp_path: Path, call) -> None:
