@@ -772,7 +772,7 @@ def test_pin_in_the_cold_tier_counts_while_the_run_goes_on(tmp_path: Path) -> No
             if checkpoint.manifest.step == 2:
                 housekeeping.label(RemoteTier(url(tmp_path)), "epoch=0-step=2.ckpt", checkpoint.manifest, pinned=True)
 
-    fit(tmp_path, last=14, callback=Pinning, remote_keep=Keep(last=1))
+    fit(tmp_path, last=14, callback=Pinning, remote_keep=Keep(last=4))
     assert set(steps(cold(tmp_path))) >= {2, 14}
 
 

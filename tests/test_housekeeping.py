@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lightning_resilience import cli, store
-from lightning_resilience.errors import TierUnavailable
+from lightning_resilience import cli, housekeeping, store
+from lightning_resilience.errors import CheckpointNotFound, TierUnavailable
 from lightning_resilience.manifest import MANIFEST, PINNED, SUSPECT
 from lightning_resilience.objects import FsspecObjects
 from lightning_resilience.remote import UNSEALED, RemoteTier
@@ -333,3 +333,14 @@ def test_rules_that_nobody_understands_are_passed_over(tmp_path: Path, call: Any
     tier = LocalTier(tmp_path / "hot")
     save(tier, extra={"retention": said})
     assert call("ls", tier.root)[1]["checkpoints"][0]["kept"] == []
+
+
+def test_checkpoint_that_goes_while_it_is_pinned_does_not_come_back_empty(hot: LocalTier, url: str, call: Any) -> None:
+    name = save(hot, step=100)
+    assert call("push", hot.root, url)[0] == 0
+    tier = RemoteTier(url)
+    manifest = store.read_manifest(tier, name)
+    tier.remove(name)
+    with pytest.raises(CheckpointNotFound, match="removed just now"):
+        housekeeping.label(tier, name, manifest, pinned=True)
+    assert not tier.exists(name)
