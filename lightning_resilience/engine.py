@@ -46,6 +46,7 @@ from lightning_resilience.manifest import (
     META,
     METADATA,
     PARTIAL,
+    PINNED,
     SUSPECT,
     Manifest,
     rank_file,
@@ -536,9 +537,10 @@ class Engine:
         return Committed(tier.path(name) if isinstance(tier, LocalTier) else tier.where(name), manifest)
 
     def _claim_name(self, job: _Job) -> str:
-        """As rank 0: the name that a checkpoint gets.  One that is pinned never gives way."""
-        tier = job.save.folder.tier
-        gives_way = job.replace and not store.is_pinned(tier, job.name)
+        """As rank 0: the name that a checkpoint gets.  One that is pinned gives way to none that is not: people pin, by
+        hand or by ``trainer.save_checkpoint``, and only they take it back."""
+        tier, is_pinned = job.save.folder.tier, PINNED in job.save.facts.labels
+        gives_way = job.replace and (is_pinned or not store.is_pinned(tier, job.name))
         name = job.name if gives_way else store.free_name(job.name, tier.exists)
         tier.claim(name)
         return name

@@ -20,7 +20,9 @@ and digest.  Writers put every other file in place first, make them durable, the
 this happens in ``NAME.partial-TOKEN`` and the rename to ``NAME`` publishes it.  A name that carries ``.partial-`` or
 ``.removed-`` is never a checkpoint.  Removal goes the other way: rename to ``NAME.removed-TOKEN``, manifest, files. A
 published folder is never written again, except to heal a damaged file with the bytes that its manifest names, and to
-change labels, each by one rename.  Behind a URL the files have their names from the start, and the manifest decides.
+change labels, each by one rename.  Behind a URL the files have their names from the start, and the manifest decides;
+while there is none, or a removal is under way, there is a file ``.unsealed`` beside them (JSON: ``time`` in seconds
+since 1970, ``token``).
 
 **manifest.json.**  UTF-8 JSON with sorted keys, no insignificant blanks and a final newline:
 
