@@ -44,6 +44,7 @@ from lightning_resilience.arguments import (
     the_schedule,
 )
 from lightning_resilience.divergence import Rollback
+from lightning_resilience.doorway import ANYWHERE, run_folder
 from lightning_resilience.engine import OVERDUE, Committed, Folder, Save
 from lightning_resilience.errors import Diverged, SaveFailed, SetupError
 from lightning_resilience.ledger import EXCEPTION, INTERRUPTED, PREEMPTED
@@ -58,7 +59,6 @@ from lightning_resilience.schedule import Progress, Schedule
 from lightning_resilience.session import Session, log_save, manifests_in
 from lightning_resilience.standings import Standings, best_first
 from lightning_resilience.store import list_checkpoints
-from lightning_resilience.strategies import ANYWHERE, run_folder
 from lightning_resilience.tiers import LocalTier, local_path
 from lightning_resilience.watch import END_OF_TRAINING, Watch
 

@@ -24,6 +24,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_resilience import logged, run_state, scratch, store, trainer_state
 from lightning_resilience.attempts import Attempts, crash_loop, tried_in_vain
 from lightning_resilience.data import DataPosition
+from lightning_resilience.doorway import Doorway
 from lightning_resilience.engine import OVERDUE, Engine, Facts, Folder, Save, Snapshot
 from lightning_resilience.errors import (
     CheckpointCorrupt,
@@ -43,7 +44,7 @@ from lightning_resilience.remote import RemoteTier
 from lightning_resilience.resume import Place, Source, find_last, open_explicit, open_with_copies, verify_together
 from lightning_resilience.scratch import Scratch
 from lightning_resilience.shards import PLAIN
-from lightning_resilience.strategies import Doorway, edits_loaded_state, family_of, raw_optimizer
+from lightning_resilience.strategies import edits_loaded_state, family_of, raw_optimizer
 from lightning_resilience.tiers import LocalTier, local_path
 
 log = logging.getLogger("lightning_resilience")

@@ -19,8 +19,9 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, SingleDeviceStrategy
 from forks import run_forks as run_ranks
 from lightning_resilience import EverySteps, ResilientCheckpoint, SetupError
 from lightning_resilience.agreement import Agreement
+from lightning_resilience.doorway import PRIVATE_NAMES
 from lightning_resilience.ranks import Ranks
-from lightning_resilience.strategies import PRIVATE_NAMES, family_of
+from lightning_resilience.strategies import family_of
 from processes import run_alone
 from support import TinyModel, checkpoint_every, committed, data, make_trainer, settle, strategy
 from test_elastic import Recorder

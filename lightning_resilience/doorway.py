@@ -1,0 +1,547 @@
+"""The doorway into Lightning: where we take the place of its methods, and every private name that this needs.
+
+``PRIVATE_NAMES`` lists every private name of Lightning and torch that this package relies on, here and in ``data``,
+``order``, ``logged`` and ``callback``; a test fails when one moves.
+
+``FSDPStrategy`` and ``ModelParallelStrategy`` never call a CheckpointIO, and the others call it on rank 0 only, so a
+plugin cannot do this work.  What works for all of them is to override a handful of methods on the strategy *instance*
+and ``resume_start`` on the Trainer's checkpoint connector (``Doorway``).  Every save then passes here,
+``trainer.save_checkpoint`` and a stock ``ModelCheckpoint``'s too, and every load.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_flatten
+
+PRIVATE_NAMES = (
+    "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.resume_start",
+    "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.resume_end",
+    "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.dump_checkpoint",
+    "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.__init__._loaded_checkpoint",
+    "lightning.pytorch.trainer.trainer:Trainer.__init__._checkpoint_connector",
+    "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint._find_last_checkpoints",
+    "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint._ModelCheckpoint__resolve_ckpt_dir",
+    "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint._monitor_candidates",
+    "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint._should_save_on_train_epoch_end",
+    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._should_accumulate",
+    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop.on_advance_end",
+    "lightning.pytorch.loops.fit_loop:_FitLoop.on_advance_end",
+    "lightning.pytorch.loops.fit_loop:_FitLoop.setup_data",
+    "lightning.pytorch.loops.fit_loop:_FitLoop.__init__._data_source",
+    "lightning.pytorch.trainer.connectors.data_connector:_DataLoaderSource.is_module",
+    "torch.utils._pytree:tree_flatten",
+    "lightning.pytorch.loops.loop:_Loop.restarting",
+    "lightning.pytorch.loops.fit_loop:_FitLoop._can_stop_early",
+    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop.__init__._batches_that_stepped",
+    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._num_ready_batches_reached",
+    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop.on_run_start",
+    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop.reset",
+    "lightning.pytorch.loops.fit_loop:_FitLoop.on_advance_start",
+    "lightning.pytorch.loops.fit_loop:_FitLoop.__init__._data_fetcher",
+    "lightning.pytorch.loops.fit_loop:_FitLoop.__init__._last_train_dl_reload_epoch",
+    "lightning.pytorch.loops.fit_loop:_FitLoop.__init__._combined_loader",
+    "lightning.pytorch.loops.fetchers:_DataFetcher.__init__.fetched",
+    "lightning.pytorch.loops.fetchers:_DataFetcher.__init__.length",
+    "torch.utils.data.dataloader:_BaseDataLoaderIter.__init__._index_sampler",
+    "lightning.pytorch.utilities.combined_loader:CombinedLoader.__init__._iterator",
+    "lightning.pytorch.utilities.combined_loader:_MaxSizeCycle.__init__._consumed",
+    "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint._generate_state_key",
+    "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint._format_checkpoint_name",
+    "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint.__init__._enable_version_counter",
+    "lightning.pytorch.core.optimizer:LightningOptimizer.__init__._optimizer",
+    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop.__init__._results",
+    "lightning.pytorch.trainer.trainer:Trainer.__init__._logger_connector",
+    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector.__init__._callback_metrics",
+    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector.__init__._logged_metrics",
+    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector.__init__"
+    "._progress_bar_metrics",
+    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector.__init__._first_loop_iter",
+    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector.__init__._current_fx",
+    "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultCollection.log",
+    "lightning.pytorch.trainer.connectors.logger_connector.result:_Metadata",
+    "lightning.pytorch.trainer.connectors.logger_connector.result:_Sync",
+    "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric.__init__.has_reset",
+    "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric.__init__._forward_cache",
+    "torch.nn.parallel:DistributedDataParallel.__init__.require_forward_param_sync",
+    "torchmetrics:Metric.__init__._update_count",
+    "torchmetrics:Metric.__init__._computed",
+    "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._try_put_index",
+    "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._reset._worker_queue_idx_cycle",
+    "torch.utils.data.dataloader:_BaseDataLoaderIter._reset._sampler_iter",
+    "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._get_data",
+    "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._reset._task_info",
+    "torch.utils.data.dataloader:DataLoader.__init__._iterator",
+    "torch.utils.data._utils.pin_memory:pin_memory",
+    "lightning.pytorch.trainer.trainer:Trainer.__init__._signal_connector",
+    "lightning.pytorch.trainer.trainer:Trainer.__init__._accelerator_connector",
+    "lightning.pytorch.trainer.connectors.accelerator_connector:_AcceleratorConnector.__init__.cluster_environment",
+    "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector.register_signal_handlers",
+    "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector.__init__._original_handlers",
+    "lightning.pytorch.trainer.connectors.signal_connector:_HandlersCompose",
+    "lightning.fabric.utilities.distributed:DistributedSamplerWrapper",
+    "lightning.fabric.utilities.distributed:_DatasetSamplerWrapper.__init__._sampler",
+)
+"""Every private name of Lightning and of torch's loaders that is relied on, as ``module:object.attribute``; an
+attribute after a method is one that the method sets."""
+
+LONGEST_WINDOW = 1000
+"""Batches without a step of any optimizer after which a model that optimizes by hand is taken to use none."""
+
+
+class Doorway:
+    """Puts functions in the place of methods of one Trainer's strategy and connector, and takes them out again."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.strategy = trainer.strategy
+        self.connector = trainer._checkpoint_connector
+        self.sets_up = False
+        self._reading = False
+        self._watched: Any = None
+        self._batches_that_stepped: int | None = None
+        self._steps_by_hand = StepsByHand()
+        self._replaced: list[tuple[object, str]] = []
+
+    def replace(self, owner: object, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Let ``owner.name`` be ``make(the method as it is now)``."""
+        setattr(owner, name, make(getattr(owner, name)))
+        self._replaced.append((owner, name))
+
+    def close(self) -> None:
+        """Take everything out."""
+        self._steps_by_hand.close()
+        self._unwatch()
+        for owner, name in self._replaced:
+            with suppress(AttributeError):
+                delattr(owner, name)
+        self._replaced.clear()
+
+    # -- private names, each used in one place ------------------------------------------------------------------------
+
+    def dump_checkpoint(self, weights_only: bool) -> dict[str, Any]:
+        """The Trainer's checkpoint, with all hooks run; model and optimizers as the doorway gives them."""
+        return self.connector.dump_checkpoint(weights_only)
+
+    @property
+    def fitting(self) -> bool:
+        return self.trainer.state.fn == TrainerFn.FITTING
+
+    def at_step_boundary(self) -> bool:
+        """Whether no gradients of a half-done accumulation window would be lost now.  Asked once a batch."""
+        module = self.trainer.lightning_module
+        if module.automatic_optimization:
+            return not self.trainer.fit_loop.epoch_loop._should_accumulate()
+        return self._steps_by_hand.done(module)
+
+    def ends_within_an_epoch(self) -> bool:
+        """Whether training stops now, in the middle of an epoch that a longer run would go on with."""
+        loop = self.trainer.fit_loop.epoch_loop
+        return loop.done and not loop._num_ready_batches_reached()
+
+    def between_batches(self, action: Callable[[int, bool], None]) -> None:
+        """Run ``action(epoch, epoch_ended)`` whenever Lightning is done with a batch and with all that follows it: its
+        validation, and after the last batch of an epoch the epoch's end.
+
+        The hooks that callbacks have for this come too early: loops, schedulers and loggers still move after them.
+        """
+        fit_loop, epoch_loop = self.trainer.fit_loop, self.trainer.fit_loop.epoch_loop
+
+        def after_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+            def on_advance_end(*args: Any, **kwargs: Any) -> None:
+                original(*args, **kwargs)
+                if not epoch_loop._num_ready_batches_reached():
+                    action(self.trainer.current_epoch, False)
+
+            return on_advance_end
+
+        def after_epoch(original: Callable[..., Any]) -> Callable[..., Any]:
+            def on_advance_end(*args: Any, **kwargs: Any) -> None:
+                epoch = self.trainer.current_epoch
+                original(*args, **kwargs)
+                action(epoch, True)
+
+            return on_advance_end
+
+        self.replace(epoch_loop, "on_advance_end", after_batch)
+        self.replace(fit_loop, "on_advance_end", after_epoch)
+
+    def resume_epoch(self, settled: bool) -> None:
+        """The first epoch after a resume is about to begin, or to go on.
+
+        Args:
+            settled: whether the state was saved by ``between_batches``, so that nothing of the batch or the epoch
+                before it is left to do, which Lightning would do again.
+        """
+        fit_loop = self.trainer.fit_loop
+        progress = fit_loop.epoch_progress.current
+        self._batches_that_stepped = fit_loop.epoch_loop._batches_that_stepped if settled else None
+        if fit_loop.restarted_on_epoch_start:
+            progress.ready += 1  # it had been about to begin
+        elif fit_loop.restarted_mid_epoch:
+            bar = self.trainer.progress_bar_callback
+            if bar is not None:  # it learns the length of the epoch
+                bar.on_train_epoch_start(self.trainer, self.trainer.lightning_module)
+        if fit_loop.restarted_on_epoch_start or (settled and progress.ready == progress.completed):
+            self._do_not_restart()
+
+    def resume_batches(self) -> None:
+        """The first batch after a resume is about to be read, of a state that was saved by ``between_batches``."""
+        if self._batches_that_stepped is not None:
+            self.trainer.fit_loop.epoch_loop._batches_that_stepped = self._batches_that_stepped
+            self._do_not_restart()
+
+    def _do_not_restart(self) -> None:
+        _Loop.restarting.fset(self.trainer.fit_loop, False)  # type: ignore[attr-defined]  # past the loop's own setter
+
+    @property
+    def stop_is_wanted(self) -> bool:
+        """Whether somebody has set ``trainer.should_stop``, which has to wait for ``min_epochs`` or ``min_steps``."""
+        return bool(self.trainer.should_stop) and not self.trainer.fit_loop._can_stop_early
+
+    def stopped_early(self) -> str | None:
+        """Why the run that is resumed had been stopped by an ``EarlyStopping``; None where it had not."""
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]  # set by Lightning, untyped
+            if isinstance(callback, EarlyStopping) and callback.stopping_reason is not EarlyStoppingReason.NOT_STOPPED:
+                return callback.stopping_reason_message or callback.stopping_reason.name
+        return None
+
+    def last_of_stock_callbacks(self) -> str | None:
+        """What ``ckpt_path="last"`` means to the stock ModelCheckpoints of this Trainer: their newest ``last.ckpt``."""
+        found = {
+            path
+            for callback in self.trainer.checkpoint_callbacks
+            if type(callback) is ModelCheckpoint
+            for path in callback._find_last_checkpoints(self.trainer)
+        }
+        return max(found, key=os.path.getmtime, default=None)
+
+    def after_registering_signals(self, action: Callable[[], None]) -> None:
+        """Run ``action`` once Lightning has registered its handlers of signals, just before the sanity check."""
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def register_signal_handlers() -> None:
+                original()
+                action()
+
+            return register_signal_handlers
+
+        self.replace(self.trainer._signal_connector, "register_signal_handlers", make)
+
+    def take_signals(self, signals: Collection[int]) -> dict[int, Any]:
+        """The user's handlers of signals, which Lightning will not put back from now on."""
+        originals: dict[Any, Any] = self.trainer._signal_connector._original_handlers
+        users = {}
+        for signum in signals:
+            now, before = signal.getsignal(signum), originals.pop(signum, signal.SIG_DFL)
+            users[signum] = before if isinstance(now, _HandlersCompose) else now
+        return users
+
+    @property
+    def requeue_signal(self) -> int | None:
+        """The signal after which SLURM is to start this job again; None where it is not to."""
+        environment = self.trainer._accelerator_connector.cluster_environment
+        if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
+            return None
+        return environment.requeue_signal
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether Lightning started this process beside another one, which it kills when this one's status is not
+        0."""
+        environment = self.trainer._accelerator_connector.cluster_environment
+        return isinstance(environment, LightningEnvironment) and self.trainer.local_rank > 0
+
+    def load_again(self, path: str | os.PathLike[str]) -> None:
+        """Load a checkpoint in the middle of training, as at its start, but for the loops; of those only the counters
+        of optimizer and scheduler steps go back."""
+        connector, epoch_loop = self.connector, self.trainer.fit_loop.epoch_loop
+        type(connector).resume_start(connector, os.fspath(path))  # past the search for a checkpoint
+        loops = connector._loaded_checkpoint["loops"]["fit_loop"]
+        connector.restore_model()
+        connector.restore_callbacks()
+        connector.restore_precision_plugin_state()
+        connector.restore_optimizers_and_schedulers()
+        epoch_loop.automatic_optimization.optim_progress.load_state_dict(
+            loops["epoch_loop.automatic_optimization.optim_progress"]
+        )
+        epoch_loop.manual_optimization.optim_step_progress.load_state_dict(
+            loops["epoch_loop.manual_optimization.optim_step_progress"]
+        )
+        epoch_loop.scheduler_progress.load_state_dict(loops["epoch_loop.scheduler_progress"])
+        epoch_loop._batches_that_stepped = loops["epoch_loop.state_dict"]["_batches_that_stepped"]
+        connector._loaded_checkpoint = {}
+        for optimizer in self.trainer.optimizers:
+            optimizer.zero_grad()
+
+    def skip_batches(self, count: int) -> int:
+        """Read training batches and leave them out, the last of an epoch excepted; how many of ``count`` are left."""
+        epoch_loop, fetcher = self.trainer.fit_loop.epoch_loop, self.trainer.fit_loop._data_fetcher
+        progress, last = epoch_loop.batch_progress, self.trainer.num_training_batches
+        while count and fetcher is not None and not fetcher.done and progress.current.ready + 1 < last:
+            next(fetcher)
+            for increment in ("ready", "started", "processed", "completed"):
+                getattr(progress, f"increment_{increment}")()
+            progress.is_last_batch = fetcher.done
+            count -= 1
+        return count
+
+    def before_training(self, action: Callable[[], None]) -> None:
+        """Run ``action`` once, after everything at start-up and before the first hook of the first epoch."""
+        fit_loop = self.trainer.fit_loop
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def on_advance_start(*args: Any, **kwargs: Any) -> Any:
+                del fit_loop.on_advance_start
+                action()
+                return original(*args, **kwargs)
+
+            return on_advance_start
+
+        self.replace(fit_loop, "on_advance_start", make)
+
+    def train_loaders(self) -> list[Any]:
+        """The training loaders, in their order."""
+        combined = self.trainer.fit_loop._combined_loader
+        return list(combined.flattened) if combined is not None else []
+
+    def batches_ahead(self) -> int:
+        """How many batches the fit loop has read and not trained on."""
+        fit_loop = self.trainer.fit_loop
+        fetched = fit_loop._data_fetcher.fetched if fit_loop._data_fetcher is not None else 0
+        progress: Any = fit_loop.epoch_loop.batch_progress.current
+        return max(fetched - int(progress.processed), 0)
+
+    def reads_ahead(self) -> bool:
+        """Whether one more batch is read than is trained on, to know which is the last."""
+        fetcher = self.trainer.fit_loop._data_fetcher
+        return fetcher is not None and fetcher.length is None
+
+    def cycled(self) -> list[bool]:
+        """Which loaders have been through at least once in this epoch, where shorter ones are cycled."""
+        combined = self.trainer.fit_loop._combined_loader
+        return list(getattr(getattr(combined, "_iterator", None), "_consumed", ()))
+
+    def reloaded_in(self) -> float:
+        """The epoch in which the training loaders were made."""
+        return self.trainer.fit_loop._last_train_dl_reload_epoch
+
+    def set_reloaded_in(self, epoch: float) -> None:
+        """Undo ``reloaded_in``."""
+        self.trainer.fit_loop._last_train_dl_reload_epoch = epoch
+
+    def made_anew_since(self, epoch: float) -> bool:
+        """Whether loaders that were made in ``epoch`` would have been made anew by now."""
+        every: int = self.trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set by Lightning
+        return bool(every) and self.trainer.current_epoch - epoch >= every
+
+    def is_from_hook(self) -> bool:
+        """Whether the training loaders come from a hook of the model or DataModule, rather than from ``fit``."""
+        return bool(self.trainer.fit_loop._data_source.is_module())
+
+    def is_given(self, loader: object) -> bool:
+        """Whether a loader is the very object that was given to ``fit``, not one that Lightning made from it."""
+        given = self.trainer.fit_loop._data_source.instance
+        return any(loader is leaf for leaf in tree_flatten(getattr(given, "iterables", given))[0])
+
+    def set_cycled(self, cycled: list[bool]) -> None:
+        """Undo ``cycled``."""
+        combined = self.trainer.fit_loop._combined_loader
+        iterator: Any = getattr(combined, "_iterator", None)
+        if cycled and hasattr(iterator, "_consumed"):
+            iterator._consumed = list(cycled)
+
+    def at_epoch_start(self) -> bool:
+        """Whether the next training batch is the first of an epoch."""
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress
+        return bool(progress.current.ready == 0)
+
+    def watch_set_up(self) -> None:
+        """Let ``sets_up`` tell whether the training loaders are being made, and not read yet."""
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def setup_data(*args: Any, **kwargs: Any) -> Any:
+                self.sets_up = True
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    self.sets_up = False
+                    self._watch_reading()
+
+            return setup_data
+
+        self.replace(self.trainer.fit_loop, "setup_data", make)
+
+    def go_to_batch(self, done: int, left: int) -> None:
+        """Count as if ``done`` batches of this epoch had been trained on, or ``left`` were left, where all are read."""
+        fit_loop = self.trainer.fit_loop
+        total, everything = self.trainer.num_training_batches, [sized_len(one) for one in self.train_loaders()]
+        if left >= 0 and total != math.inf:
+            is_all = len(everything) == 1 and everything[0] == total
+            done = max(int(total) - left, 0) if is_all else min(done, int(total))
+        current: Any = fit_loop.epoch_loop.batch_progress.current
+        if fit_loop._data_fetcher is not None:
+            fit_loop._data_fetcher.fetched += done - current.ready
+        current.ready = current.started = current.processed = current.completed = done
+        fit_loop.epoch_loop.batch_progress.is_last_batch = False
+
+    def _watch_reading(self) -> None:
+        """Let ``reading`` tell whether it is the training loop that reads from its loaders."""
+        combined: Any = self.trainer.fit_loop._combined_loader
+        if combined is None or combined is self._watched:
+            return
+        cls, door = type(combined), self
+
+        def begin(loader: Any) -> Any:
+            with door._reads():
+                return cls.__iter__(loader)
+
+        def advance(loader: Any) -> Any:
+            with door._reads():
+                return cls.__next__(loader)
+
+        self._unwatch()
+        self._watched = combined
+        combined.__class__ = type(cls.__name__, (cls,), {"__iter__": begin, "__next__": advance})
+
+    def _unwatch(self) -> None:
+        if self._watched is not None:
+            self._watched.__class__ = type(self._watched).__mro__[1]
+            self._watched = None
+
+    @contextmanager
+    def _reads(self) -> Iterator[None]:
+        before, self._reading = self._reading, True
+        try:
+            yield
+        finally:
+            self._reading = before
+
+    @property
+    def reading(self) -> bool:
+        """Whether the training loop reads from its loaders now, or makes them."""
+        return self.sets_up or (self._reading and self.processes_training_data)
+
+    def leave_finished_epoch(self) -> None:
+        """Count from the start where the state was saved after the last batch of an epoch whose length nobody knew:
+        Lightning would look for more of it."""
+        fit_loop, loop = self.trainer.fit_loop, self.trainer.fit_loop.epoch_loop
+        if loop.batch_progress.is_last_batch and loop.batch_progress.current.ready and fit_loop.max_batches == math.inf:
+            loop.batch_progress.reset_on_run()
+            loop.scheduler_progress.reset_on_run()
+            loop.automatic_optimization.optim_progress.reset_on_run()
+            loop.val_loop.batch_progress.total.reset()
+
+    def begin_reading(self) -> None:
+        """Make the iterators of the training loaders, which at start-up were left empty."""
+        fit_loop, loop = self.trainer.fit_loop, self.trainer.fit_loop.epoch_loop
+        assert fit_loop._data_fetcher is not None
+        iter(fit_loop._data_fetcher)
+        fit_loop._data_fetcher.fetched += loop.batch_progress.current.ready
+
+    @property
+    def syncs_buffers(self) -> bool | None:
+        """Whether DDP makes all ranks' buffers those of rank 0 in the next forward pass; None without DDP."""
+        return getattr(self.strategy.model, "require_forward_param_sync", None)
+
+    @syncs_buffers.setter
+    def syncs_buffers(self, syncs: bool) -> None:
+        if self.syncs_buffers is not None:
+            self.strategy.model.require_forward_param_sync = syncs  # type: ignore[union-attr]  # DDP's
+
+    @property
+    def training(self) -> bool:
+        """Whether the training loop is what runs now."""
+        return self.fitting and bool(self.trainer.training)
+
+    @property
+    def processes_training_data(self) -> bool:
+        """Whether the loader that the strategy is handed now is for training."""
+        return self.fitting and self.trainer.state.stage == RunningStage.TRAINING
+
+    def hush_inexact(self, exact: Callable[[], bool]) -> None:
+        """Spare users Lightning's warning that their loaders cannot continue inside an epoch, where ours can."""
+        epoch_loop = self.trainer.fit_loop.epoch_loop
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def reset(*args: Any, **kwargs: Any) -> Any:
+                with warnings.catch_warnings():
+                    if exact():
+                        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
+                    return original(*args, **kwargs)
+
+            return reset
+
+        self.replace(epoch_loop, "reset", make)
+
+    def before_first_batch(self, action: Callable[[], None]) -> None:
+        """Run ``action`` once, after everything at start-up and before the first training batch is fetched."""
+        epoch_loop = self.trainer.fit_loop.epoch_loop
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def on_run_start(*args: Any, **kwargs: Any) -> Any:
+                result = original(*args, **kwargs)
+                del epoch_loop.on_run_start
+                action()
+                return result
+
+            return on_run_start
+
+        self.replace(epoch_loop, "on_run_start", make)
+
+
+class StepsByHand:
+    """Manual optimization: whether a batch ended an accumulation window, that is whether any optimizer stepped in it,
+    the Trainer's or one that the Trainer knows nothing of."""
+
+    def __init__(self) -> None:
+        self._stepped = False
+        self._since = 0
+        self._hook = register_optimizer_step_post_hook(self._note)
+
+    def _note(self, *_: Any) -> None:
+        self._stepped = True
+
+    def done(self, module: LightningModule) -> bool:
+        """Whether the batch that has just ended left no gradients for a later step."""
+        stepped, self._stepped = self._stepped, False
+        self._since = 0 if stepped or all(p.grad is None for p in module.parameters()) else self._since + 1
+        if self._since == LONGEST_WINDOW:
+            rank_zero_warn(
+                f"No optimizer has stepped for {LONGEST_WINDOW} batches: gradients are taken not to accumulate over"
+                " batches, and saves are made after any of them."
+            )
+        return not 0 < self._since < LONGEST_WINDOW
+
+    def close(self) -> None:
+        """Stop listening to optimizers."""
+        self._hook.remove()
+
+
+ANYWHERE = os.sep
+"""What ``_find_last_checkpoints`` answers: a path that exists on every machine.  Which checkpoint it stands for is
+decided when the ranks can talk."""
+
+
+def run_folder(callback: ModelCheckpoint, trainer: Trainer) -> str:
+    """The folder that ModelCheckpoint would save to: ``dirpath``, or below the logger's, or below
+    ``default_root_dir``."""
+    return str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
