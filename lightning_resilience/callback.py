@@ -446,13 +446,13 @@ class ResilientCheckpoint(ModelCheckpoint):
         self._begin_watch(self._session)
         if self._replicator is not None:
             self._replicator.offer(self._standings.committed, self._in_use())
-        if self._session.resumed is not None:
+        if self._session.resumption.resumed is not None:
             self._saved_at = self._position(trainer)
         self._update_best()
 
     def _begin_watch(self, session: Session) -> None:
         tier = self._folder.tier if self._folder is not None else None
-        manifest = session.resumed.manifest if session.resumed is not None else None
+        manifest = session.resumption.resumed.manifest if session.resumption.resumed is not None else None
         self._watch = Watch(self.schedule.by_agreement(), session.ranks.rank, self.loss_key)
         self._watch.begin(
             self._started,

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import Trainer
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_resilience import logged, run_state, scratch, store, trainer_state
 from lightning_resilience.attempts import Attempts, crash_loop, tried_in_vain
@@ -28,23 +28,23 @@ from lightning_resilience.doorway import Doorway
 from lightning_resilience.engine import OVERDUE, Engine, Facts, Folder, Save, Snapshot
 from lightning_resilience.errors import (
     CheckpointCorrupt,
-    CheckpointIncompatible,
     CheckpointNotFound,
     CheckpointUncommitted,
     ResilienceError,
     SaveFailed,
     SetupError,
 )
-from lightning_resilience.manifest import MANIFEST, META, PINNED, WEIGHTS_ONLY, Manifest, rank_file
+from lightning_resilience.manifest import MANIFEST, PINNED, WEIGHTS_ONLY, Manifest
 from lightning_resilience.objects import Stat, shown
 from lightning_resilience.preemption import Preempted, Preemption, slurm_end
 from lightning_resilience.ranks import Ranks, attempt, raise_first
-from lightning_resilience.reader import CheckpointReader, canonical, load_trusted
+from lightning_resilience.reader import canonical
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.resume import Place, Source, find_last, open_explicit, open_with_copies, verify_together
+from lightning_resilience.resumption import Resumption
 from lightning_resilience.scratch import Scratch
 from lightning_resilience.shards import PLAIN
-from lightning_resilience.strategies import edits_loaded_state, family_of, raw_optimizer
+from lightning_resilience.strategies import family_of, raw_optimizer
 from lightning_resilience.tiers import LocalTier, local_path
 
 log = logging.getLogger("lightning_resilience")
@@ -76,7 +76,6 @@ class Session:
         )
         self.engine = Engine(self.ranks, memory=memory, timeout=timeout)
         self.folders: dict[str, Folder] = {}
-        self.resumed: Source | None = None
         self.resume_last: list[tuple[Place, list[str]]] = []
         """Where to look for ``ckpt_path="last"``, filled by callbacks that were asked for it: a place, and folders."""
         self.between_batches: list[Callable[[int, bool, bool], None]] = []
@@ -95,27 +94,14 @@ class Session:
         self._on_unrestorable = "raise"
         self.max_attempts = math.inf
         self._attempts: Attempts | None = None
-        self._restores_optimizers = True
-        self._rolls_back = False
         self._scratches: dict[LocalTier, tuple[Scratch, bool]] = {}
         """Folders for what is fetched, and whether this rank is the one to remove each."""
         self._finished: list[Save] = []
         self._users = 0
-        self._source: Source | None = None
-        self._reader: CheckpointReader | None = None
-        self._model_is_loaded = False
-        self._optimizers_are_in_it = False
-        self._loaded: dict[str, Any] = {}
         self._checked_meta = False
-        self._generators: Callable[[], None] | None = None
-        self._settled = False
-        self._stop_is_wanted = False
-        self._logged: list[logged.Logged] = []
-        self._buffers: dict[str, torch.Tensor] = {}
-        self._syncs_buffers: bool | None = None
         self._doorway = Doorway(trainer)
         self.data = DataPosition(self._doorway, self.ranks.rank, self.ranks.world_size)
-        self.exact_data = True
+        self.resumption = Resumption(trainer, self.family, self.ranks, self._doorway, self.data, self.engine)
         self._attach()
 
     @classmethod
@@ -136,8 +122,8 @@ class Session:
         if session is None:
             session = _sessions[id(trainer)] = cls(trainer, **kwargs)
         session._users += 1
-        session.exact_data &= exact_data
-        session._restores_optimizers &= restore_optimizers
+        session.resumption.exact_data &= exact_data
+        session.resumption.restores_optimizers &= restore_optimizers
         session._on_unrestorable = on_unrestorable
         session.max_attempts = min(session.max_attempts, max_attempts)
         session.preemption.signals.update(signals)
@@ -193,9 +179,9 @@ class Session:
         door.replace(door.strategy, "optimizer_state", lambda _: self._optimizer_state)
         door.replace(door.strategy, "save_checkpoint", lambda _: self._save_checkpoint)
         door.replace(door.strategy, "remove_checkpoint", lambda _: self._remove_checkpoint)
-        door.replace(door.strategy, "load_checkpoint", self._make_load_checkpoint)
-        door.replace(door.strategy, "load_model_state_dict", self._make_load_model_state_dict)
-        door.replace(door.strategy, "load_optimizer_state_dict", self._make_load_optimizer_state_dict)
+        door.replace(door.strategy, "load_checkpoint", self.resumption.make_load_checkpoint)
+        door.replace(door.strategy, "load_model_state_dict", self.resumption.make_load_model_state_dict)
+        door.replace(door.strategy, "load_optimizer_state_dict", self.resumption.make_load_optimizer_state_dict)
         door.replace(door.connector, "resume_start", self._make_resume_start)
         door.replace(door.connector, "resume_end", self._make_resume_end)
         if door.fitting:
@@ -207,7 +193,7 @@ class Session:
 
     def _before_first_batch(self) -> None:
         self._doorway.resume_batches()
-        if self.exact_data:
+        if self.resumption.exact_data:
             self.data.begun()
 
     def _tell_between_batches(self, epoch: int, epoch_ended: bool) -> None:
@@ -263,7 +249,7 @@ class Session:
         self._doorway.close()
         self.data.close()
         self.ranks.close(abandoned)
-        self._reader = None
+        self.resumption.forget()
         _sessions.pop(id(self.trainer), None)
 
     def folder(self, tier: LocalTier | RemoteTier, **rules: Any) -> Folder:
@@ -402,7 +388,7 @@ class Session:
             names = {canonical(name) for name in state[self.family.prefix]}
             own["buffers"] = run_state.own_buffers(self.trainer.lightning_module, names)
         own["syncs_buffers"] = self._doorway.syncs_buffers
-        if self.exact_data:
+        if self.resumption.exact_data:
             own["data"] = self.data.state()
         return Snapshot(state, identical, meta, run_state.to_bytes(own), lambda: self._trained(state))
 
@@ -458,16 +444,19 @@ class Session:
     def _make_process_dataloader(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def process_dataloader(dataloader: Any) -> Any:
             loader = original(dataloader)
-            return self.data.track(loader) if self.exact_data and self._doorway.processes_training_data else loader
+            return (
+                self.data.track(loader)
+                if self.resumption.exact_data and self._doorway.processes_training_data
+                else loader
+            )
 
         return process_dataloader
 
     def _make_resume_start(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
             source = self._choose(checkpoint_path)
-            self._source, self._reader, self._model_is_loaded, self._optimizers_are_in_it = None, None, False, False
+            self.resumption.take(source if isinstance(source, Source) else None)
             if isinstance(source, Source):
-                self._source = source
                 original(str(source.path), weights_only=weights_only)
             else:
                 original(source, weights_only=weights_only)
@@ -477,17 +466,8 @@ class Session:
     def _make_resume_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def resume_end() -> None:
             original()  # ends with a barrier: all ranks have read what they need
-            self._reader, self._loaded = None, {}
+            self.resumption.end()
             self._empty_scratches()
-            if self.resumed is not None and self._stop_is_wanted:
-                self.trainer.should_stop = True
-            why = self._doorway.stopped_early() if self.resumed is not None else None
-            if why is not None:
-                self.trainer.should_stop = True
-                rank_zero_info(
-                    f"The run that is resumed had been stopped by EarlyStopping, and stays so: {why} To train on,"
-                    " remove the EarlyStopping callback or give it another monitor."
-                )
 
         return resume_end
 
@@ -499,7 +479,7 @@ class Session:
                 return source
             if source is not None:
                 is_file = self.ranks.broadcast(Path(source).is_file())
-                return source if is_file else open_explicit(self.ranks, Path(source), needs=self._needs)
+                return source if is_file else open_explicit(self.ranks, Path(source), needs=self.resumption.needs)
             checkpoint_path = self.ranks.broadcast(self._doorway.last_of_stock_callbacks())
             if checkpoint_path is None and not self._doorway.fitting:
                 raise CheckpointNotFound(
@@ -523,17 +503,17 @@ class Session:
             tier = known[roots[number]]
             assert isinstance(tier, LocalTier)
             return self._from_folder(tier, path.name)
-        return str(path) if is_file else open_explicit(self.ranks, path, needs=self._needs)
+        return str(path) if is_file else open_explicit(self.ranks, path, needs=self.resumption.needs)
 
     def _from_folder(self, tier: LocalTier, name: str) -> Source:
         """A checkpoint of a folder that is open, or of the cold tier behind it."""
         place = self.places.get(tier.where()) or self.place(tier)
         try:
-            return open_explicit(self.ranks, tier.path(name), place, self._needs)
+            return open_explicit(self.ranks, tier.path(name), place, self.resumption.needs)
         except (CheckpointNotFound, CheckpointUncommitted, CheckpointCorrupt) as error:
             if place.cold is None and isinstance(error, CheckpointCorrupt):
                 raise
-            found: Source | str | None = open_with_copies(self.ranks, place, name, self._needs)
+            found: Source | str | None = open_with_copies(self.ranks, place, name, self.resumption.needs)
             if found is None and place.cold is not None:
                 found = self._from_url(place.cold.where(name))
             if isinstance(found, Source):
@@ -557,7 +537,9 @@ class Session:
             if self.ranks.any_max(is_another)[0]:
                 place = Place(*self._scratch(), cold=cold)
             copies = {name: found}
-            return verify_together(self.ranks, place, name, save=found.save_id, copies=copies, needs=self._needs)
+            return verify_together(
+                self.ranks, place, name, save=found.save_id, copies=copies, needs=self.resumption.needs
+            )
         if isinstance(found, (CheckpointNotFound, CheckpointUncommitted)):
             stat = self.ranks.broadcast(attempt(lambda: cold.patience(lambda: cold.objects.stat(name))))
             if isinstance(stat, Stat):
@@ -576,7 +558,7 @@ class Session:
 
     def _newest(self, places: list[Place]) -> Source | str | None:
         tried = self._tried_in_vain(places)
-        search = find_last(self.ranks, places, self._needs, tried)
+        search = find_last(self.ranks, places, self.resumption.needs, tried)
         if search.source is not None:
             self._begin_attempt(search.source, [name for _, name in tried])
             self._say(search.source, search.explain())
@@ -602,16 +584,6 @@ class Session:
             problems=tuple(f"{path}: {why}" for path, why in search.skipped.items()),
             hint="Repair or remove them, or set on_unrestorable='fresh' to start over.",
         )
-
-    def _needs(self, source: Source) -> set[str]:
-        """Names of the files that this rank reads of a checkpoint.  Collective: some state dicts communicate."""
-        manifest = source.manifest
-        assert manifest is not None
-        of_ranks = [rank_file(number) for number in range(manifest.world_size)]
-        mine = {of_ranks[0], *of_ranks[self.ranks.rank :: self.ranks.world_size]}
-        if not self.family.loads_late:
-            return mine | (manifest.paths - set(of_ranks))
-        return mine | self.family.files_to_read(CheckpointReader(source.locate, plain=True))
 
     def _tried_in_vain(self, places: list[Place]) -> dict[tuple[int, str], str]:
         """The checkpoint that a run is not to be started from once more, and why, by number of the place and name.
@@ -641,73 +613,8 @@ class Session:
             note = f" skipped={skipped!r}" if skipped else ""
             log.info("event=resume step=%d from=%s tier=%s ranks=%d%s", step, source.path, tier, size, note)
 
-    def _make_load_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def load_checkpoint(checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-            if self._source is None:
-                return original(checkpoint_path, weights_only=weights_only)  # type: ignore[no-any-return]
-            raise_first(self.ranks.gathered(lambda: self._open_source(weights_only)))
-            raise_first(self.ranks.gathered(self._load))
-            if self._logged and self._source.manifest and self._source.manifest.world_size != self.ranks.world_size:
-                parts = self.ranks.all_gather([part["results"] for part in self._logged])
-                self._logged[0]["results"] = logged.divided([part for some in parts for part in some], len(parts))
-                for part in self._logged[1:]:
-                    part["results"] = {}
-            return self._loaded
-
-        return load_checkpoint
-
-    def _open_source(self, weights_only: bool | None) -> None:
-        """What can go wrong on one rank alone, before anything is asked of the others."""
-        source = self._source
-        assert source is not None
-        trusted = source.manifest is not None
-        if self._doorway.fitting and source.manifest is not None and WEIGHTS_ONLY in source.manifest.labels:
-            raise CheckpointIncompatible(
-                f"{source.path} holds weights only: training cannot go on from it.",
-                hint="Pass it to trainer.validate or test, or load the weights yourself and start a new run.",
-            )
-        self._reader = CheckpointReader(source.locate, plain=trusted, weights_only=weights_only)
-        self._loaded = trainer_state.load(source.locate(META), weights_only, trusted=trusted)
-
-    def _load(self) -> None:
-        """Load the source: the model at once, the optimizers too where they exist already."""
-        source, reader, checkpoint = self._source, self._reader, self._loaded
-        assert source is not None
-        assert reader is not None
-        strict = self.trainer.lightning_module.strict_loading
-        if self.family.loads_late:
-            self.family.load_model(reader, strict)
-            if self._doorway.fitting and (self._restores_optimizers or self._rolls_back):
-                self._load_optimizers()
-        elif edits_loaded_state(self.trainer):
-            names = {canonical(name): name for name in self.trainer.lightning_module.state_dict()}
-            checkpoint["state_dict"] = {names.get(name, name): value for name, value in reader.read_full().items()}
-            checkpoint["optimizer_states"] = [reader.read_optimizer(index) for index in range(reader.optimizers)]
-            self._optimizers_are_in_it = True
-        else:
-            self.family.load_model(reader, strict)
-            self._model_is_loaded = True
-            checkpoint["state_dict"] = {}
-            checkpoint.setdefault("optimizer_states", [])
-        if not self._restores_optimizers and not self._rolls_back:
-            checkpoint |= {"optimizer_states": [], "lr_schedulers": []}
-        if self._rolls_back:
-            self._read_buffers(source)
-        elif self._doorway.fitting:
-            self.resumed = source
-            if source.manifest is not None:
-                self.engine.run = source.manifest.run
-                self.engine.in_use |= {source.name, *source.copies}
-            self._doorway.before_training(self._restore_the_rest)
-            self._read_rank_state(source)
-
-    def skip_batches(self, count: int) -> int:
-        """Leave out training batches of this epoch, its last one excepted; how many of ``count`` are left to do."""
-        return self._doorway.skip_batches(count)
-
     def roll_back(self, folder: Folder, name: str) -> None:
-        """Take parameters, optimizers, schedulers and callbacks back to a checkpoint in the middle of training; the
-        data, the generators and the epoch stay where they are.  Collective, between two batches.
+        """Take the run back to a checkpoint; see ``Resumption.roll_back``.  Collective.
 
         Raises:
             CheckpointCorrupt: it is damaged.
@@ -721,113 +628,13 @@ class Session:
             name,
             save=listed.save_id if listed is not None else None,
             copies={name: listed} if listed is not None else None,
-            needs=self._needs,
+            needs=self.resumption.needs,
         )
-        self._source, self._reader, self._model_is_loaded, self._optimizers_are_in_it = source, None, False, False
-        self._rolls_back = True
-        try:
-            self._doorway.load_again(source.path)
-            run_state.restore_buffers(self.trainer.lightning_module, self._buffers)
-        finally:
-            self._rolls_back = False
-            self._source, self._reader, self._loaded, self._buffers = None, None, {}, {}
+        self.resumption.roll_back(source)
 
-    def _make_load_model_state_dict(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def load_model_state_dict(checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-            if not self._model_is_loaded:
-                original(checkpoint, strict=strict)
-
-        return load_model_state_dict
-
-    def _make_load_optimizer_state_dict(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def load_optimizer_state_dict(checkpoint: Mapping[str, Any]) -> None:
-            if self._source is None or self._optimizers_are_in_it:
-                original(checkpoint)
-            elif self._restores_optimizers or self._rolls_back:
-                self._load_optimizers()
-
-        return load_optimizer_state_dict
-
-    def _load_optimizers(self) -> None:
-        assert self._reader is not None
-        optimizers = [one for one in self.trainer.strategy.optimizers if "param_groups" in one.state_dict()]
-        saved = self._reader.optimizers
-        if optimizers and not saved:
-            rank_zero_warn("The checkpoint has no optimizer state; the optimizers start fresh.")
-            return
-        if saved != len(optimizers):
-            raise CheckpointIncompatible(
-                f"The model configures {len(optimizers)} optimizers, the checkpoint has the state of {saved}.",
-                hint="Configure the optimizers as they were when the checkpoint was saved.",
-            )
-        for index, optimizer in enumerate(optimizers):
-            self.family.load_optimizer(self._reader, index, optimizer)
-
-    def _read_rank_state(self, source: Source) -> None:
-        """This rank's own file: where it was in its data, and its random generators, which are restored later."""
-        self._generators = None
-        if source.manifest is None:
-            return
-        # Rank 0's position of loaders with a state of their own; each rank has its own.
-        if self.exact_data:
-            self._loaded.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)
-            self._doorway.hush_inexact(self.data.exact)
-        if source.manifest.world_size != self.ranks.world_size:
-            self._read_others_state(source, source.manifest)
-            return
-        state = self._state_of(source, self.ranks.rank)
-        self._generators = lambda: run_state.restore(state)
-        self._settled = state.get("settled", False)
-        self._stop_is_wanted = state.get("stop_is_wanted", False)
-        self._logged = [state["logged"]] if "logged" in state else []
-        self._buffers = state.get("buffers", {})
-        self._syncs_buffers = state.get("syncs_buffers")
-        if self.exact_data and (saved := state.get("data")) is not None:
-            self.data.go_to(saved)
-
-    def _read_others_state(self, source: Source, manifest: Manifest) -> None:
-        """More or fewer ranks than there were: what each had for itself is dealt out, and never one's given to all."""
-        rank, ranks, saved_ranks = self.ranks.rank, self.ranks.world_size, manifest.world_size
-        rank_zero_warn(
-            f"The checkpoint was saved by {saved_ranks} ranks and is resumed by {ranks}: random generators are seeded"
-            " anew for each rank, from the saved state of rank 0, the step and the rank."
-        )
-        base = source.locate(rank_file(0)).read_bytes()
-        self._generators = lambda: run_state.derive(base, manifest.step, rank)
-        first = load_trusted(base)
-        mine = [first if number == 0 else self._state_of(source, number) for number in range(rank, saved_ranks, ranks)]
-        self._settled = first.get("settled", False)
-        self._stop_is_wanted = first.get("stop_is_wanted", False)
-        if "logged" in first:
-            self._logged = [state["logged"] for state in mine] or [{**first["logged"], "results": {}, "metrics": {}}]
-        if self.exact_data and first.get("data") is not None:
-            self.data.go_to_part(
-                first["data"], mine[0]["data"] if mine else None, f"{manifest.run}/{manifest.sequence}".encode()
-            )
-
-    def _read_buffers(self, source: Source) -> None:
-        """What is this rank's own in the model, where the number of ranks is the same."""
-        manifest = source.manifest
-        if manifest is not None and manifest.world_size == self.ranks.world_size:
-            self._buffers = self._state_of(source, self.ranks.rank).get("buffers", {})
-
-    @staticmethod
-    def _state_of(source: Source, rank: int) -> dict[str, Any]:
-        return load_trusted(source.locate(rank_file(rank)).read_bytes())  # type: ignore[no-any-return]
-
-    def _restore_the_rest(self) -> None:
-        """Just before the first epoch: what start-up would have changed, the generators last of all."""
-        if self.exact_data:
-            self.data.epoch_begins()
-        self._doorway.resume_epoch(self._settled)
-        run_state.restore_buffers(self.trainer.lightning_module, self._buffers)
-        if self._syncs_buffers is not None:
-            self._doorway.syncs_buffers = self._syncs_buffers
-        if self._logged:
-            logged.restore(self.trainer, self._logged)
-        if self._generators is not None:
-            self._generators()
-        self._generators, self._logged, self._buffers = None, [], {}
+    def skip_batches(self, count: int) -> int:
+        """Leave out training batches of this epoch, its last one excepted; how many of ``count`` are left to do."""
+        return self._doorway.skip_batches(count)
 
 
 def _check_saveable(state: Mapping[str, Any]) -> None:

@@ -164,6 +164,7 @@ class Watch:
     def went_back(self, times: int) -> None:
         """The run was taken back to before a spike, so often by now."""
         self.rollbacks = times
+        self._losses.take_all()  # they are of before
         self.course.forget_spike()
         self._loss = 0.0
 
