@@ -173,6 +173,7 @@ class Replicator:
         self._failures = 0
         self._gave_ways = 0
         self._has_links = True
+        self._private: str | None = None
         self._failed: dict[str, int] = {}
         """How often each save has failed, by ``save_id``."""
         self._spoiled: set[str] = set()
@@ -319,6 +320,8 @@ class Replicator:
         self._stop.set()
         self._wake.set()
         self._hurry.set()
+        if (private := self._private) is not None:
+            self._folder.tier.discard(private)  # the thread may hang in a request; what it has open stays open
 
     # -- the background thread ----------------------------------------------------------------------------------------
 
@@ -496,10 +499,12 @@ class Replicator:
         try:
             with suppress(OSError):
                 tier.begin(private)
+                self._private = private
             with tier.hold(private) if tier.exists(private) else nullcontext():
                 yield [(entry, self._linked(path, tier.path(private, entry.path))) for entry, path in files]
         finally:
             tier.discard(private)
+            self._private = None
 
     def _linked(self, path: Path, link: Path) -> Path:
         """A link to a file, or the file itself where there can be none."""
