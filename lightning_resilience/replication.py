@@ -366,8 +366,8 @@ class Replicator:
 
     def _is_over(self) -> bool:
         """Whether the run has ended, and there is nothing more to wait for: all is there, or nothing answers."""
-        nothing_left = self._next() is None
-        return time.monotonic() > self._closed_at + (0 if nothing_left else GIVE_UP if self._failures else math.inf)
+        over_for = time.monotonic() - self._closed_at  # first: what is offered before the end is to be seen below
+        return over_for > (0 if self._next() is None else GIVE_UP if self._failures else math.inf)
 
     def _knows_what_is_there(self) -> bool:
         """Whether the cold tier has been listed; tries to, where it did not answer at the start."""
