@@ -538,7 +538,7 @@ class Replicator:
                 return  # the others may have it
             if isinstance(outcome, (CheckpointCorrupt, _Incomplete)):
                 self._spoiled.add(save)
-            if leads:
+            if leads and not self._stop.is_set():  # what was left in the middle is told of by who left it
                 self._tell_of_failure(task.name, outcome)
 
     def _tell_of_giving_way(self, name: str) -> None:
