@@ -176,6 +176,7 @@ class Replicator:
         self._failures = 0
         self._gave_ways = 0
         self._has_links = True
+        self._private: str | None = None
         self._failed: dict[str, int] = {}
         """How often each save has failed, by ``save_id``."""
         self._spoiled: set[str] = set()
@@ -327,6 +328,8 @@ class Replicator:
         self._stop.set()
         self._wake.set()
         self._hurry.set()
+        if (private := self._private) is not None:
+            self._folder.tier.discard(private)  # the thread may hang in a request; what it has open stays open
 
     # -- the background thread ----------------------------------------------------------------------------------------
 
@@ -371,8 +374,8 @@ class Replicator:
 
     def _is_over(self) -> bool:
         """Whether the run has ended, and there is nothing more to wait for: all is there, or nothing answers."""
-        nothing_left = self._next() is None
-        return time.monotonic() > self._closed_at + (0 if nothing_left else GIVE_UP if self._failures else math.inf)
+        over_for = time.monotonic() - self._closed_at  # first: what is offered before the end is to be seen below
+        return over_for > (0 if self._next() is None else GIVE_UP if self._failures else math.inf)
 
     def _knows_what_is_there(self) -> bool:
         """Whether the cold tier has been listed; tries to, where it did not answer at the start."""
@@ -504,10 +507,12 @@ class Replicator:
         try:
             with suppress(OSError):
                 tier.begin(private)
+                self._private = private
             with tier.hold(private) if tier.exists(private) else nullcontext():
                 yield [(entry, self._linked(path, tier.path(private, entry.path))) for entry, path in files]
         finally:
             tier.discard(private)
+            self._private = None
 
     def _linked(self, path: Path, link: Path) -> Path:
         """A link to a file, or the file itself where there can be none."""
@@ -541,7 +546,7 @@ class Replicator:
                 return  # the others may have it
             if isinstance(outcome, (CheckpointCorrupt, _Incomplete)):
                 self._spoiled.add(save)
-            if leads:
+            if leads and not self._stop.is_set():  # what was left in the middle is told of by who left it
                 self._tell_of_failure(task.name, outcome)
 
     def _tell_of_giving_way(self, name: str) -> None:

@@ -966,6 +966,25 @@ def test_evaluation_on_nodes_finds_out_that_they_share_no_folder(tmp_path: Path,
 # -- what is not an outage --------------------------------------------------------------------------------------------
 
 
+def test_outage_does_not_lead_to_an_older_checkpoint_than_the_cold_tier_may_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit(tmp_path)
+    flip_shard(tmp_path / "hot" / "epoch=0-step=8.ckpt")
+    monkeypatch.setattr("lightning_resilience.replication.GIVE_UP", 0.1)
+    monkeypatch.setattr("lightning_resilience.objects.Patience.pause", lambda self, seconds: False)
+
+    def down(*_: Any) -> None:
+        raise TierUnavailable("the bucket is down")
+
+    with monkeypatch.context() as patch:
+        for call in ("put", "folders", "entries", "stat"):
+            patch.setattr(FsspecObjects, call, down)
+        with pytest.raises(TierUnavailable, match="the bucket is down"):
+            fit(tmp_path, last=10)
+    assert fit(tmp_path, last=10).history[0][0] == 8
+
+
 class Fails(L.Callback):
     """Training ends with an exception at a step."""
 
