@@ -48,7 +48,7 @@ from lightning_resilience.doorway import ANYWHERE, run_folder
 from lightning_resilience.engine import OVERDUE, Committed, Folder, Save
 from lightning_resilience.errors import Diverged, SaveFailed, SetupError
 from lightning_resilience.ledger import EXCEPTION, INTERRUPTED, PREEMPTED
-from lightning_resilience.manifest import HEALTHY
+from lightning_resilience.manifest import HEALTHY, LAST_GOOD
 from lightning_resilience.objects import shown
 from lightning_resilience.preemption import Preempted, check_signals, name_of
 from lightning_resilience.ranks import raise_first
@@ -585,12 +585,14 @@ class ResilientCheckpoint(ModelCheckpoint):
             )  # fmt: skip
         self._to_skip, self._standings.off_since = rule.skip_batches, None
         self._saved_at = None  # a crash must not lead to what was saved meanwhile
-        self._save(trainer, f"rolled back to {name}", self._epoch)
+        self._save(trainer, f"rolled back to {name}", self._epoch, label=LAST_GOOD)
         self._to_skip = session.skip_batches(self._to_skip)
 
     # -- save ---------------------------------------------------------------------------------------------------------
 
-    def _save(self, trainer: Trainer, reason: str, epoch: int, *, settled: bool = True) -> Save | None:
+    def _save(
+        self, trainer: Trainer, reason: str, epoch: int, *, settled: bool = True, label: str | None = None
+    ) -> Save | None:
         """Start a save of this step, unless it is saved already or one is under way.  Collective.
 
         Args:
@@ -598,6 +600,7 @@ class ResilientCheckpoint(ModelCheckpoint):
             reason: why.
             epoch: the epoch that the last batch belonged to.
             settled: whether Lightning is between two batches, rather than anywhere.
+            label: for the manifest.
         """
         session, folder, watch = self._session, self._folder, self._watch
         assert session is not None
@@ -623,7 +626,7 @@ class ResilientCheckpoint(ModelCheckpoint):
             settled=settled,
             weights_only=self.save_weights_only,
             replace=not self._enable_version_counter,
-            labels=tuple(marks),
+            labels=(*([label] if label else []), *marks),
             suspicion=(suspicion or "the loss of another rank is not finite") if suspect else "",
         )
         if save is None:

@@ -37,7 +37,8 @@ since 1970, ``token``).
 ``reason``     why it was saved, in words.
 ``health``     ``healthy`` or ``suspect``: never the best, never a milestone, never resumed from by itself.
 ``suspicion``  optional: why it is suspect, e.g. which parameter is not finite.
-``labels``     list of words, e.g. ``weights-only``, ``pinned``, ``milestone``.
+``labels``     list of words, e.g. ``weights-only``, ``pinned``, ``milestone``, ``last-good`` (saved when a run was
+               taken back).
 ``world_size`` number of ranks that wrote it.
 ``strategy``   class name of the Lightning strategy.
 ``metrics``    numbers logged at that step; a number that is not finite is written as ``"nan"``, ``"inf"``, ``"-inf"``.
@@ -81,6 +82,7 @@ HEALTHY = "healthy"
 SUSPECT = "suspect"
 WEIGHTS_ONLY = "weights-only"
 PINNED = "pinned"
+LAST_GOOD = "last-good"
 MILESTONE = "milestone"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from lightning_resilience.manifest import HEALTHY, Manifest, newest_first
+from lightning_resilience.manifest import HEALTHY, LAST_GOOD, Manifest, newest_first
 from lightning_resilience.retention import Keep, Ranking, judge
 
 
@@ -77,8 +77,13 @@ class Standings:
         committed = dict(self.committed)  # asked for by other threads too
         if self.off_since is None:
             return None
-        good = [name for name in newest_first(committed) if committed[name].unresumable is None]
-        return next((name for name in good if committed[name].step < self.off_since), None)
+        for name in newest_first(committed):
+            manifest = committed[name]
+            # What the run was taken back to is good, also where the very next batch is off again.
+            is_before = manifest.step < self.off_since + (LAST_GOOD in manifest.labels)
+            if is_before and manifest.unresumable is None:
+                return name
+        return None
 
 
 def best_first(committed: dict[str, Manifest], ranking: Ranking | None) -> list[str]:
