@@ -340,11 +340,13 @@ class _Spot:
 
 def _spot(tier: LocalTier, name: str, manifest: Manifest) -> _Spot:
     """Where a folder has a save, whatever it is called there, or else where it gets it."""
+    there = attempt(lambda: store.read_manifest(tier, name))  # a list may be older than what there is
+    if isinstance(there, Manifest) and there.is_same_save(manifest):
+        return _Spot(name, name, there, has_manifest=True)
     listing = store.list_checkpoints(tier)
     names = [one for one, known in listing.committed.items() if known.is_same_save(manifest)]
     if names:
-        own = name if name in names else names[0]
-        return _Spot(own, own, listing.committed[own], has_manifest=True)
+        return _Spot(names[0], names[0], listing.committed[names[0]], has_manifest=True)
     alone, why = manifest.standing_alone(), listing.unusable.get(name)
     if isinstance(why, (CheckpointCorrupt, CheckpointUncommitted)) and not store.is_stock_folder(tier.path(name)):
         return _Spot(name, name, alone)  # of no use as it is, so what is there may be put right
