@@ -46,7 +46,7 @@ from lightning_resilience.arguments import (
 from lightning_resilience.divergence import Rollback
 from lightning_resilience.doorway import ANYWHERE, run_folder
 from lightning_resilience.engine import OVERDUE, Committed, Folder, Save
-from lightning_resilience.errors import Diverged, SaveFailed, SetupError
+from lightning_resilience.errors import CheckpointCorrupt, Diverged, SaveFailed, SetupError
 from lightning_resilience.ledger import EXCEPTION, INTERRUPTED, PREEMPTED
 from lightning_resilience.manifest import HEALTHY, LAST_GOOD
 from lightning_resilience.objects import shown
@@ -193,6 +193,9 @@ class ResilientCheckpoint(ModelCheckpoint):
             check_choice(name, flag, (True, False))
         if rollback is not None and not isinstance(rollback, Rollback):
             raise SetupError(f"rollback={rollback!r} is not a Rollback.", hint="Try rollback=Rollback(patience=50).")
+        if rollback is not None and (save_weights_only or not enable_version_counter):
+            why = "save_weights_only=True" if save_weights_only else "enable_version_counter=False"
+            raise SetupError(f"rollback= has nothing to go back to with {why}.", hint="Leave one of the two out.")
         if not isinstance(loss_key, str) or not loss_key:
             raise SetupError(f"loss_key={loss_key!r} is not a name in what training_step returns.")
         if monitor is not None and (not isinstance(monitor, str) or not monitor):
@@ -442,6 +445,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         self._agreement = Agreement(self._session.ranks, self._session.preemption.period)
         self._session.between_batches.append(self._between_batches)
         self._session.before_leaving.append(self._replicate_in_time)
+        self._session.went_back.append(self._forget_what_was)
         self._started = self._now(trainer)
         self._begin_watch(self._session)
         if self._replicator is not None:
@@ -567,26 +571,59 @@ class ResilientCheckpoint(ModelCheckpoint):
         assert folder is not None
         assert watch is not None
         assert rule is not None
-        agreement.close()  # what is being asked is of before
-        agreement.diverged = False
+        agreement.close()
         self._wait(trainer, trainer.lightning_module)
         self._standings.off_since, times = session.ranks.broadcast((watch.course.off_since, watch.rollbacks))
         name = session.ranks.broadcast(self._standings.last_good)
         where = f"The loss has been off its course since step {self._standings.off_since}"
         if name is None or times >= rule.most:
             why = "there is no checkpoint from before that" if name is None else f"the run was taken back {times} times"
-            raise Diverged(f"{where}, and {why}.", hint="Look at the data and the learning rate; checkpoints are kept.")
-        session.roll_back(folder, name)
-        watch.went_back(times + 1)
+            good = f" The last good checkpoint is {folder.tier.where(name)!r}." if name is not None else ""
+            raise Diverged(
+                f"{where}, and {why}.", hint=f"Look at the data and the learning rate; checkpoints are kept.{good}"
+            )
+        name = self._load_last_good(session, folder, name)
+        watch.rollbacks = times + 1
         if trainer.is_global_zero:
             log.warning(
                 "event=rollback step=%d from=%s times=%d skip=%d reason=%r",
                 trainer.global_step, name, times + 1, rule.skip_batches, where,
             )  # fmt: skip
-        self._to_skip, self._standings.off_since = rule.skip_batches, None
-        self._saved_at = None  # a crash must not lead to what was saved meanwhile
+        self._standings.off_since = None
+        for forget in session.went_back:
+            forget()
+        window = trainer.accumulate_grad_batches  # gradients of half a window would be a smaller step
+        self._to_skip = session.skip_batches(math.ceil(rule.skip_batches / window) * window)
+        # A crash must not lead to what was saved meanwhile.
         self._save(trainer, f"rolled back to {name}", self._epoch, label=LAST_GOOD)
-        self._to_skip = session.skip_batches(self._to_skip)
+
+    def _load_last_good(self, session: Session, folder: Folder, name: str) -> str:
+        """Load the last good checkpoint, or where that is damaged the one before it; its name.  Collective."""
+        while True:
+            try:
+                session.roll_back(folder, name)
+                return name
+            except CheckpointCorrupt as error:
+                rank_zero_warn(f"The run cannot go back to {name}: {error}")
+                self._standings.committed.pop(name, None)
+                before: str | None = session.ranks.broadcast(self._standings.last_good)
+                if before is None:
+                    raise Diverged(
+                        "The loss is off its course, and no good checkpoint is whole.", hint="See the warnings."
+                    ) from error
+                name = before
+
+    def _forget_what_was(self) -> None:
+        """The run was taken back, by whichever callback: what this one knows of a later step is of no use."""
+        assert self._session is not None
+        trainer = self._session.trainer
+        self._saved_at = None
+        self._started = self._now(trainer)
+        if self._watch is not None:
+            self._watch.went_back(self._started)
+        if self._agreement is not None:
+            self._agreement.close()  # what is being asked is of before
+            self._agreement.diverged = False
 
     # -- save ---------------------------------------------------------------------------------------------------------
 
@@ -607,7 +644,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         assert folder is not None
         assert watch is not None
         watch.look_at_all(self._now(trainer).step)
-        suspicion, off_since = watch.suspicion, watch.course.off_since
+        suspicion, off_since = watch.suspicion, watch.course.doubtful_since
         # Ranks hear of failures at different moments, so they may differ in what they take for saved.
         unsaved, suspect, off_since = session.ranks.any_max(
             self._saved_at != self._position(trainer), bool(suspicion), -1 if off_since is None else off_since

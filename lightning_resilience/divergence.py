@@ -16,6 +16,8 @@ from typing import Any
 
 from lightning_resilience.errors import SetupError
 
+WINDOW = 100
+"""Losses that a course is made of."""
 OFF = 6.0
 """Usual deviations above its level from which on a loss is off course."""
 BACK = 3.0
@@ -35,13 +37,14 @@ class Course:
         window: losses that its past is made of, and for which it has to be back until all is well.
     """
 
-    _STATE = ("_seen", "_level", "_deviation", "_off", "_first", "_back", "_since", "_lasts")
+    _STATE = ("_seen", "_level", "_deviation", "_widest", "_off", "_first", "_back", "_since", "_lasts")
 
-    def __init__(self, window: int = 100) -> None:
+    def __init__(self, window: int = WINDOW) -> None:
         self.window = window
         self._seen = 0  # finite losses on course
         self._level = 0.0
         self._deviation = 0.0
+        self._widest = 0.0  # the largest deviation so far
         self._off = 0  # losses off course, one after another
         self._first = 0  # the step before the first of them
         self._back = 0  # losses that are back, less those that were not since
@@ -54,6 +57,11 @@ class Course:
         return self._since
 
     @property
+    def doubtful_since(self) -> int | None:
+        """The same, from the first loss that may turn out to be one."""
+        return self._since if self._since is not None else self._first if self._off else None
+
+    @property
     def off_for(self) -> int:
         """How many losses ago it left its course, while it is not on its way back."""
         return self._lasts if self._since is not None and self._back < IN_A_ROW else 0
@@ -62,7 +70,7 @@ class Course:
         """The loss of the batch after ``step`` optimizer steps."""
         finite = math.isfinite(loss)
         if self._since is None:
-            is_off = not finite or (self._seen >= WARM and loss - self._level > OFF * self._deviation)
+            is_off = not finite or (self._seen >= WARM and loss - self._level > OFF * self._scatter)
             self._first = self._first if self._off else step
             self._off = self._off + 1 if is_off else 0
             if not finite or self._off >= IN_A_ROW:
@@ -71,13 +79,18 @@ class Course:
                 self._learn(loss)
             return
         self._lasts += 1
-        is_back = finite and (self._seen < WARM or loss - self._level <= BACK * self._deviation)
+        is_back = finite and (self._seen < WARM or loss - self._level <= BACK * self._scatter)
         # Losses scatter: one that is not back takes away a tenth of a window, not all that were.
         self._back = self._back + 1 if is_back else max(self._back - self.window // 10, 0)
         if self._back >= self.window:
             self._since, self._off = None, 0
         elif finite and self._lasts >= SETTLES * self.window:
             self._since, self._off, self._seen = None, 0, 0
+
+    @property
+    def _scatter(self) -> float:
+        """The usual deviation, which is not nothing where a loss has been flat for a while, or always."""
+        return max(self._deviation, self._widest / 100, abs(self._level) * 1e-6)
 
     def _learn(self, loss: float) -> None:
         """Take a loss into the past.  The level follows by at most a deviation, so that it is where most losses are."""
@@ -89,6 +102,7 @@ class Course:
         away = loss - self._level
         bound = self._deviation if self._seen > self.window else math.inf
         self._deviation += (abs(away) - self._deviation) * rate
+        self._widest = max(self._widest, self._deviation)
         self._level += min(max(away, -bound), bound) * min(2 * rate, 1.0)
 
     def forget_spike(self) -> None:
@@ -128,3 +142,9 @@ class Rollback:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise SetupError(f"Rollback({name}={value!r}): a whole number, {least} or more, is wanted.")
+        if self.patience >= SETTLES * WINDOW:
+            raise SetupError(
+                f"Rollback(patience={self.patience}): a loss that stays elsewhere for {SETTLES * WINDOW} batches has a"
+                " new course.",
+                hint="Try patience=50.",
+            )

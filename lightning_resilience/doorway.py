@@ -23,7 +23,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
@@ -277,6 +277,9 @@ class Doorway:
         type(connector).resume_start(connector, os.fspath(path))  # past the search for a checkpoint
         loops = connector._loaded_checkpoint["loops"]["fit_loop"]
         connector.restore_model()
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]  # set by Lightning, untyped
+            if isinstance(callback, (Timer, Checkpoint)):  # time goes on, and so do the files that others keep
+                connector._loaded_checkpoint.get("callbacks", {}).pop(callback.state_key, None)
         connector.restore_callbacks()
         connector.restore_precision_plugin_state()
         connector.restore_optimizers_and_schedulers()
@@ -293,9 +296,14 @@ class Doorway:
             optimizer.zero_grad()
 
     def skip_batches(self, count: int) -> int:
-        """Read training batches and leave them out, the last of an epoch excepted; how many of ``count`` are left."""
+        """Read training batches and leave them out, the last of an epoch excepted; how many of ``count`` are left.
+
+        Where the length of the data is not known, the last could not be told, and none is left out."""
         epoch_loop, fetcher = self.trainer.fit_loop.epoch_loop, self.trainer.fit_loop._data_fetcher
         progress, last = epoch_loop.batch_progress, self.trainer.num_training_batches
+        if last == math.inf:
+            rank_zero_warn("The length of the training data is not known, so skip_batches= leaves no more batches out.")
+            return 0
         while count and fetcher is not None and not fetcher.done and progress.current.ready + 1 < last:
             next(fetcher)
             for increment in ("ready", "started", "processed", "completed"):

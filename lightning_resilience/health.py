@@ -1,7 +1,7 @@
 """Whether what is saved is sound: a checkpoint with a parameter that is not finite is kept, and never resumed from.
 
-A loss or a gradient that is not finite leaves its mark on the parameters with the next step of any optimizer.  So the
-parameters are looked at, where they lie already: in the slot, in the background, while it is written out.
+A loss or a gradient that is not finite leaves its mark on the parameters, or on the moments of an optimizer, with its
+next step.  So these are looked at, where they lie already: in the slot, in the background, while it is written out.
 """
 
 from __future__ import annotations

@@ -82,6 +82,8 @@ class Session:
         """Called after each batch with its epoch, whether that has ended, and whether no gradients of a half-done
         accumulation window would be lost now; see ``Doorway.between_batches``."""
         self.preemption = Preemption(self.ranks)
+        self.went_back: list[Callable[[], None]] = []
+        """Called on all ranks when a run was taken back to an earlier checkpoint."""
         self.before_leaving: list[Callable[[], None]] = []
         """Called on all ranks, when training is about to stop for a signal and everything is saved."""
         self.save_seconds = 0.0
@@ -393,11 +395,21 @@ class Session:
         return Snapshot(state, identical, meta, run_state.to_bytes(own), lambda: self._trained(state))
 
     def _trained(self, state: Mapping[str, Any]) -> set[str]:
-        """Flat keys of the model's parameters: no buffers, which may be infinite (masks are), and no frozen ones."""
+        """Flat keys of the model's parameters and their moments: no buffers, which may be infinite (masks are), and no
+        frozen ones."""
         module, prefix = self.trainer.lightning_module, self.family.prefix
         frozen = {canonical(name) for name, parameter in module.named_parameters() if not parameter.requires_grad}
         frozen |= {canonical(name) for name, _ in module.named_buffers()}
-        return {f"{prefix}.{name}" for name in state[prefix] if canonical(name) not in frozen}
+        moments = {
+            f"{part}.state.{name}.{key}"
+            for part, content in state.items()
+            if part.startswith("optimizer_")
+            for name, of_parameter in content.get("state", {}).items()
+            if isinstance(of_parameter, dict)
+            for key, value in of_parameter.items()
+            if isinstance(value, torch.Tensor) and value.dim()
+        }
+        return moments | {f"{prefix}.{name}" for name in state[prefix] if canonical(name) not in frozen}
 
     def _dump(self, rest: Mapping[str, Any]) -> bytes | Exception:
         """Serialise the rest.  What cannot be saved at all stops the run at its first save, before hours are at
@@ -622,14 +634,20 @@ class Session:
         tier = folder.tier
         place = self.places[tier.where()]
         listed = store.read_manifest(tier, name) if isinstance(tier, RemoteTier) else None
-        source = verify_together(
-            self.ranks,
-            place,
-            name,
-            save=listed.save_id if listed is not None else None,
-            copies={name: listed} if listed is not None else None,
-            needs=self.resumption.needs,
-        )
+        try:
+            source = verify_together(
+                self.ranks,
+                place,
+                name,
+                save=listed.save_id if listed is not None else None,
+                copies={name: listed} if listed is not None else None,
+                needs=self.resumption.needs,
+            )
+        except CheckpointCorrupt:
+            healed = open_with_copies(self.ranks, place, name, self.resumption.needs)
+            if healed is None:
+                raise
+            source = healed
         self.resumption.roll_back(source)
 
     def skip_batches(self, count: int) -> int:

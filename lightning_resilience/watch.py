@@ -161,9 +161,9 @@ class Watch:
         self.telemetry.replicated(seconds, sent, lag)
         return self.telemetry.of_copy(seconds, sent, lag, backlog)
 
-    def went_back(self, times: int) -> None:
-        """The run was taken back to before a spike, so often by now."""
-        self.rollbacks = times
+    def went_back(self, now: Progress) -> None:
+        """The run was taken back to before a spike."""
+        self._safe = now
         self._losses.take_all()  # they are of before
         self.course.forget_spike()
         self._loss = 0.0

@@ -94,6 +94,11 @@ def test_a_new_level_is_the_course_in_the_end() -> None:
     assert course.off_since is not None  # which is known again
 
 
+def test_a_loss_that_was_flat_for_long_may_move_a_little() -> None:
+    assert set(follow([0.5] * 500 + [0.5000001] * 100)[1]) == {None}
+    assert set(follow([*falling(200), *[0.0] * 3000, *[0.001] * 100])[1]) == {None}
+
+
 def test_a_flat_loss_has_no_deviation_and_is_on_course() -> None:
     assert set(follow([2.0] * 500)[1]) == {None}
 
@@ -112,7 +117,9 @@ def test_it_goes_on_from_its_state() -> None:
     assert other.state() == Course(WINDOW + 1).state()
 
 
-@pytest.mark.parametrize("arguments", [{"patience": 0}, {"skip_batches": -1}, {"most": 1.5}, {"most": True}])
+@pytest.mark.parametrize(
+    "arguments", [{"patience": 0}, {"patience": 1000}, {"skip_batches": -1}, {"most": 1.5}, {"most": True}]
+)
 def test_arguments_that_cannot_be_meant_are_refused(arguments: dict[str, object]) -> None:
     (name,) = arguments
     with pytest.raises(SetupError, match=f"Rollback\\({name}="):

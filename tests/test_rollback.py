@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers.logger import Logger
 
 from forks import run_forks
@@ -100,6 +102,47 @@ def test_checkpoint_from_before_a_spike_stays_until_it_is_over(tmp_path: Path) -
     for step in range(180, 250, 10):
         assert kept[step] == [150, step]
     assert kept[600] == [600]
+
+
+@pytest.mark.parametrize("at", [157, 158, 159])
+def test_checkpoint_that_is_saved_as_a_spike_begins_does_not_replace_the_one_before_it(tmp_path: Path, at: int) -> None:
+    model = Poisoned(at, heals=True)
+    train(tmp_path, model, rollback=Rollback(patience=20), keep=Keep(last=1))
+    back = next(place for place in range(1, len(model.steps)) if model.steps[place] < model.steps[place - 1])
+    assert model.steps[back] == 150
+
+
+def test_damaged_last_good_checkpoint_is_passed_over_or_healed(tmp_path: Path) -> None:
+    for cold in (False, True):
+        root = tmp_path / str(cold)
+
+        class Damages(L.Callback):
+            def on_train_batch_start(self, trainer: L.Trainer, *args: Any, root: Path = root) -> None:
+                if trainer.global_step == 165 and (file := root / "run/epoch=0-step=150.ckpt/meta.pt").exists():
+                    file.write_bytes(b"x" + file.read_bytes()[1:])
+
+        model = Poisoned(155, heals=True)
+        remote = f"file://{root}/cold" if cold else None
+        callback = ResilientCheckpoint(
+            root / "run", schedule=EverySteps(10), rollback=Rollback(patience=20), keep=Keep(last=8), remote=remote
+        )
+        trainer = make_trainer(root, callback, settle(), Damages(), max_epochs=1)
+        if cold:
+            trainer.fit(model, numbered(1200))
+        else:
+            with pytest.warns(UserWarning, match="cannot go back to epoch=0-step=150"):
+                trainer.fit(model, numbered(1200))
+        back = next(place for place in range(1, len(model.steps)) if model.steps[place] < model.steps[place - 1])
+        assert model.steps[back] == (150 if cold else 140)
+
+
+def test_time_goes_on_when_the_run_goes_back(tmp_path: Path) -> None:
+    timer = Timer(duration={"hours": 1})
+    callback = ResilientCheckpoint(tmp_path / "run", schedule=EverySteps(10), rollback=Rollback(patience=20))
+    trainer = make_trainer(tmp_path, callback, settle(), timer, max_epochs=1)
+    began = time.monotonic()
+    trainer.fit(Poisoned(155, heals=True), numbered(1200))
+    assert timer.time_elapsed() <= time.monotonic() - began
 
 
 def test_loss_that_is_not_finite_makes_a_checkpoint_suspect_though_the_weights_are_sound(tmp_path: Path) -> None:
@@ -243,7 +286,13 @@ class TinyBatches(TinyModel):
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "named"), [({"rollback": True}, "rollback=True"), ({"log_metrics": "no"}, "log_metrics=.no.")]
+    ("kwargs", "named"),
+    [
+        ({"rollback": True}, "rollback=True"),
+        ({"log_metrics": "no"}, "log_metrics=.no."),
+        ({"rollback": Rollback(), "save_weights_only": True}, "save_weights_only=True"),
+        ({"rollback": Rollback(), "filename": "best", "enable_version_counter": False}, "enable_version_counter=False"),
+    ],
 )
 def test_arguments_that_cannot_be_meant_are_refused(kwargs: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
