@@ -61,7 +61,6 @@ class Telemetry:
         self._beside: deque[float] = deque(maxlen=STEPS)
         self._stalls: list[float] = []
         self._persists: list[float] = []
-        self._uploads = 0.0
         self._upload_bytes = 0
         self._hot_bytes = 0
         self._lag = 0.0
@@ -83,10 +82,9 @@ class Telemetry:
         self._hot_bytes += cost.bytes
         self._suspect += not healthy
 
-    def replicated(self, seconds: float, sent: int, lag: float) -> None:
+    def replicated(self, sent: int, lag: float) -> None:
         """A checkpoint got into the cold tier, ``lag`` seconds after its commit."""
         self._replicated += 1
-        self._uploads += seconds
         self._upload_bytes += sent
         self._lag = max(self._lag, lag)
 

@@ -158,7 +158,7 @@ class Watch:
 
     def replicated(self, seconds: float, sent: int, lag: float, backlog: int) -> dict[str, float]:
         """A checkpoint got into the cold tier; for loggers."""
-        self.telemetry.replicated(seconds, sent, lag)
+        self.telemetry.replicated(sent, lag)
         return self.telemetry.of_copy(seconds, sent, lag, backlog)
 
     def went_back(self, now: Progress) -> None:

@@ -103,7 +103,7 @@ def test_the_summary_says_what_there_was_and_nothing_else() -> None:
     told = Telemetry(None, now=0.0)
     assert told.summary(10.0) == "saves=0 bytes='0 B' restarts=0 goodput=100.0%"
     told.committed(COST, healthy=True)
-    told.replicated(2.0, 10**9, 7.0)
+    told.replicated(10**9, 7.0)
     told.failures = 1
     assert told.summary(10.0) == (
         "saves=1 bytes='7.5 GiB' stall=0.50 median_stall=0.500 median_persist=4.00 replicated=1 sent='953.7 MiB'"
