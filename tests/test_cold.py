@@ -737,8 +737,9 @@ def test_checkpoint_that_is_damaged_here_does_not_hold_up_the_newer_ones(
     assert caplog.text.count("it is damaged here and is not sent") == 1
 
 
-def test_start_during_an_outage_goes_on_from_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fit(tmp_path)
+@contextmanager
+def outage(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The cold tier answers nothing, and nobody waits long for it, then or afterwards."""
     monkeypatch.setattr("lightning_resilience.replication.GIVE_UP", 0.1)
     monkeypatch.setattr("lightning_resilience.objects.Patience.pause", lambda self, seconds: False)
 
@@ -748,6 +749,12 @@ def test_start_during_an_outage_goes_on_from_the_folder(tmp_path: Path, monkeypa
     with monkeypatch.context() as patch:
         for call in ("put", "folders", "entries", "stat"):
             patch.setattr(FsspecObjects, call, down)
+        yield
+
+
+def test_start_during_an_outage_goes_on_from_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fit(tmp_path)
+    with outage(monkeypatch):
         assert fit(tmp_path, last=10).history[0][0] == 8
     fit(tmp_path, last=12)
     assert steps(cold(tmp_path))[-1] == 12
@@ -971,17 +978,8 @@ def test_outage_does_not_lead_to_an_older_checkpoint_than_the_cold_tier_may_have
 ) -> None:
     fit(tmp_path)
     flip_shard(tmp_path / "hot" / "epoch=0-step=8.ckpt")
-    monkeypatch.setattr("lightning_resilience.replication.GIVE_UP", 0.1)
-    monkeypatch.setattr("lightning_resilience.objects.Patience.pause", lambda self, seconds: False)
-
-    def down(*_: Any) -> None:
-        raise TierUnavailable("the bucket is down")
-
-    with monkeypatch.context() as patch:
-        for call in ("put", "folders", "entries", "stat"):
-            patch.setattr(FsspecObjects, call, down)
-        with pytest.raises(TierUnavailable, match="the bucket is down"):
-            fit(tmp_path, last=10)
+    with outage(monkeypatch), pytest.raises(TierUnavailable, match="the bucket is down"):
+        fit(tmp_path, last=10)
     assert fit(tmp_path, last=10).history[0][0] == 8
 
 
