@@ -18,7 +18,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -46,14 +46,24 @@ from lightning_resilience.arguments import (
 from lightning_resilience.divergence import Rollback
 from lightning_resilience.doorway import ANYWHERE, run_folder
 from lightning_resilience.engine import OVERDUE, Committed, Folder, Save
-from lightning_resilience.errors import CheckpointCorrupt, Diverged, SaveFailed, SetupError
+from lightning_resilience.errors import (
+    CheckpointCorrupt,
+    CheckpointIncompatible,
+    CheckpointNotFound,
+    CheckpointUncommitted,
+    Diverged,
+    SaveFailed,
+    SetupError,
+    TierUnavailable,
+)
 from lightning_resilience.ledger import EXCEPTION, INTERRUPTED, PREEMPTED
-from lightning_resilience.manifest import HEALTHY, LAST_GOOD
+from lightning_resilience.manifest import HEALTHY, LAST_GOOD, Manifest
 from lightning_resilience.objects import shown
 from lightning_resilience.preemption import Preempted, check_signals, name_of
 from lightning_resilience.ranks import raise_first
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.replication import Replicated, Replicator
+from lightning_resilience.resume import Source
 from lightning_resilience.retention import Keep, Ranking
 from lightning_resilience.schedule import Progress, Schedule
 from lightning_resilience.session import Session, log_save, manifests_in
@@ -66,6 +76,8 @@ log = logging.getLogger("lightning_resilience")
 
 DRAIN_AFTER_EXCEPTION = 10.0
 """Seconds that a save under way and the copies on their way get, together, when training ends with an exception."""
+
+_LOOK = "Look at the data and the learning rate; checkpoints are kept."
 
 WATCHED = "lightning_resilience"
 """Key of what was watched, in a Trainer's checkpoint."""
@@ -417,7 +429,7 @@ class ResilientCheckpoint(ModelCheckpoint):
             run=lambda: session.engine.run,
             tolerant=bool(self._standings.committed),
         )
-        session.engine.count_from(replicator.known_cold())
+        session.engine.count_from(replicator.known_cold().values())
 
     def _agree_on_folder(self, trainer: Trainer, session: Session) -> str:
         """The folder: rank 0's, so that loggers that number their runs do not split it; or each rank's own if that
@@ -445,7 +457,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         self._agreement = Agreement(self._session.ranks, self._session.preemption.period)
         self._session.between_batches.append(self._between_batches)
         self._session.before_leaving.append(self._replicate_in_time)
-        self._session.went_back.append(self._forget_what_was)
+        self._session.went_back.append(self._go_on_from)
         self._started = self._now(trainer)
         self._begin_watch(self._session)
         if self._replicator is not None:
@@ -458,6 +470,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         tier = self._folder.tier if self._folder is not None else None
         manifest = session.resumption.resumed.manifest if session.resumption.resumed is not None else None
         self._watch = Watch(self.schedule.by_agreement(), session.ranks.rank, self.loss_key)
+        self._to_skip = self._watched_before.get("to_skip", 0) if self._watched_before is not None else 0
         self._watch.begin(
             self._started,
             tier.root if isinstance(tier, LocalTier) else None,
@@ -561,7 +574,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         return self.rollback is not None and self._watch.course.off_for >= self.rollback.patience
 
     def _roll_back(self, trainer: Trainer, agreement: Agreement) -> None:
-        """Take the run back to before the loss left its course, and leave batches out.  Collective.
+        """Take the run back to before the loss left its course, leave batches out, and save that.  Collective.
 
         Raises:
             Diverged: it was taken back as often as it may be, or there is nothing to go back to; on all ranks.
@@ -574,56 +587,85 @@ class ResilientCheckpoint(ModelCheckpoint):
         agreement.close()
         self._wait(trainer, trainer.lightning_module)
         self._standings.off_since, times = session.ranks.broadcast((watch.course.off_since, watch.rollbacks))
-        name = session.ranks.broadcast(self._standings.last_good)
         where = f"The loss has been off its course since step {self._standings.off_since}"
-        if name is None or times >= rule.most:
-            why = "there is no checkpoint from before that" if name is None else f"the run was taken back {times} times"
-            good = f" The last good checkpoint is {folder.tier.where(name)!r}." if name is not None else ""
-            raise Diverged(
-                f"{where}, and {why}.", hint=f"Look at the data and the learning rate; checkpoints are kept.{good}"
-            )
-        name = self._load_last_good(session, folder, name)
+        if times >= rule.most:
+            good = session.ranks.broadcast(self._standings.last_good)
+            which = f" The last good checkpoint is {folder.tier.where(good)!r}." if good is not None else ""
+            raise Diverged(f"{where}, and the run was taken back {times} times.", hint=f"{_LOOK}{which}")
+        source = self._load_last_good(session, folder, where)
+        assert source.manifest is not None
         watch.rollbacks = times + 1
         if trainer.is_global_zero:
             log.warning(
                 "event=rollback step=%d from=%s times=%d skip=%d reason=%r",
-                trainer.global_step, name, times + 1, rule.skip_batches, where,
+                trainer.global_step, source.name, times + 1, rule.skip_batches, where,
             )  # fmt: skip
-        self._standings.off_since = None
         for forget in session.went_back:
-            forget()
+            forget(source.manifest)
         window = trainer.accumulate_grad_batches  # gradients of half a window would be a smaller step
         self._to_skip = session.skip_batches(math.ceil(rule.skip_batches / window) * window)
-        # A crash must not lead to what was saved meanwhile.
-        self._save(trainer, f"rolled back to {name}", self._epoch, label=LAST_GOOD)
+        # Before training goes on: a crash must lead to what comes after it, with the count of times.
+        self._save_and_wait(trainer, f"rolled back to {source.name}", label=LAST_GOOD)
 
-    def _load_last_good(self, session: Session, folder: Folder, name: str) -> str:
-        """Load the last good checkpoint, or where that is damaged the one before it; its name.  Collective."""
+    def _load_last_good(self, session: Session, folder: Folder, where: str) -> Source:
+        """Load the last good checkpoint, or where that is damaged the one before it.  Collective.
+
+        Raises:
+            Diverged: there is none, or it does not fit what is trained now; on all ranks.
+        """
+        useless: set[str] = set()
         while True:
+            found: tuple[str, Manifest, dict[str, Manifest]] | None
+            found = session.ranks.broadcast(self._find_last_good(useless))
+            if found is None:
+                whole = " that is whole" if useless else ""
+                raise Diverged(f"{where}, and there is no checkpoint from before that{whole}.", hint=_LOOK)
+            name, manifest, copies = found
             try:
-                session.roll_back(folder, name)
-                return name
-            except CheckpointCorrupt as error:
+                source = session.roll_back(folder, name, copies)
+            except CheckpointIncompatible as error:
+                raise Diverged(
+                    f"{where}, and the last good checkpoint, {name}, does not fit what is trained now: {error.message}",
+                    hint=f"{_LOOK} Start again from {name}, with what was trained then.",
+                ) from error
+            except (CheckpointCorrupt, CheckpointNotFound, CheckpointUncommitted, TierUnavailable) as error:
                 rank_zero_warn(f"The run cannot go back to {name}: {error}")
-                self._standings.committed.pop(name, None)
-                before: str | None = session.ranks.broadcast(self._standings.last_good)
-                if before is None:
-                    raise Diverged(
-                        "The loss is off its course, and no good checkpoint is whole.", hint="See the warnings."
-                    ) from error
-                name = before
+                useless.add(manifest.save_id)
+                continue
+            self._standings.add(source.name, manifest)
+            return source
 
-    def _forget_what_was(self) -> None:
+    def _find_last_good(self, useless: Collection[str]) -> tuple[str, Manifest, dict[str, Manifest]] | None:
+        """Name and manifest of the last good checkpoint, and its copies where only the cold tier has it."""
+        assert self._folder is not None
+        here = {name: one for name, one in self._standings.committed.items() if one.save_id not in useless}
+        known = {*useless} | {one.save_id for one in here.values()}
+        cold = self._replicator.known_cold() if self._replicator is not None else {}
+        there = {name: one for name, one in cold.items() if one.save_id not in known}
+        found = [(some, name) for some in (here, there) if (name := self._standings.last_good_of(some)) is not None]
+        if not found:
+            return None
+        some, name = max(found, key=lambda one: one[0][one[1]].order)
+        is_far = some is there or isinstance(self._folder.tier, RemoteTier)
+        return name, some[name], {name: some[name]} if is_far else {}
+
+    def _go_on_from(self, good: Manifest) -> None:
         """The run was taken back, by whichever callback: what this one knows of a later step is of no use."""
-        assert self._session is not None
-        trainer = self._session.trainer
+        session, folder = self._session, self._folder
+        assert session is not None
+        assert folder is not None
+        trainer = session.trainer
         self._saved_at = None
         self._started = self._now(trainer)
         if self._watch is not None:
-            self._watch.went_back(self._started)
+            self._watch.went_back(self._started, good)
         if self._agreement is not None:
             self._agreement.close()  # what is being asked is of before
             self._agreement.diverged = False
+        session.leave_behind(folder, self._standings.go_back(good))
+        if self._replicator is not None:
+            self._replicator.offer(self._standings.committed, self._in_use())
+        self._update_best()
 
     # -- save ---------------------------------------------------------------------------------------------------------
 
@@ -808,11 +850,13 @@ class ResilientCheckpoint(ModelCheckpoint):
             if trainer.is_global_zero:
                 log.info("event=summary step=%d %s", trainer.global_step, self._watch.summary())
 
-    def _save_and_wait(self, trainer: Trainer, reason: str, deadline: float = math.inf) -> None:
+    def _save_and_wait(
+        self, trainer: Trainer, reason: str, deadline: float = math.inf, *, label: str | None = None
+    ) -> None:
         """Save the step that training is at, unless it is, and wait until it is committed."""
         self._wait(trainer, trainer.lightning_module, deadline)
         while self._saved_at != self._position(trainer) and self._now(trainer).step > 0:
-            self._save(trainer, reason, self._epoch)
+            self._save(trainer, reason, self._epoch, label=label)
             self._wait(trainer, trainer.lightning_module, deadline)
 
     def _save_in_time(self, trainer: Trainer, reason: str) -> None:
@@ -870,7 +914,7 @@ class ResilientCheckpoint(ModelCheckpoint):
             return
         try:
             is_alone = session.ranks.world_size == 1 and self._agreement is not None
-            if self.save_on_exception and is_alone and not isinstance(exception, Preempted):
+            if self.save_on_exception and is_alone and not isinstance(exception, (Preempted, Diverged)):
                 session.engine.drain(DRAIN_AFTER_EXCEPTION)
                 reason = f"{type(exception).__name__}: {exception}"[:200]
                 self._save(trainer, reason, trainer.current_epoch, settled=False)
@@ -911,6 +955,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         """Keep what was watched, of each of our callbacks.  Beside Lightning's state of callbacks, which asks for
         callbacks by the very arguments they had."""
         if self._watch is not None and (state := self._watch.state()):
+            state["to_skip"] = self._to_skip
             checkpoint.setdefault(WATCHED, {})[self._watched_key] = state
 
     @override

@@ -138,10 +138,7 @@ def label(tier: LocalTier | RemoteTier, name: str, manifest: Manifest, *, pinned
     labels = tuple(word for word in manifest.labels if word != PINNED) + ((PINNED,) if pinned else ())
     if set(labels) == set(manifest.labels):
         return False
-    tier.put_manifest(name, dataclasses.replace(manifest, labels=labels).to_bytes())
-    if isinstance(tier, RemoteTier) and tier.files(name).keys() <= {MANIFEST}:
-        tier.remove(name)  # what retention removed meanwhile must not come back empty
-        raise CheckpointNotFound(f"{tier.where(name)!r} was removed just now.")
+    store.restate(tier, name, dataclasses.replace(manifest, labels=labels))
     return True
 
 

@@ -7,7 +7,8 @@
 ``start``  training begins.  ``run`` as in the manifests, ``world_size``; ``carried``: ``failures`` and ``seconds`` of
            lives that this file does not know, from the checkpoint that is resumed.
 ``beat``   training goes on: ``seconds`` of this life so far and ``stalled``, those of them in which saves kept it
-           still.  After a commit also ``stall`` and ``commit``, the seconds it cost and took.
+           still, or that came to nothing because the run was taken back.  After a commit also ``stall`` and
+           ``commit``, the seconds it cost and took.
 ``end``    how it ended: ``clean``, ``interrupted`` (by the user), ``preempted`` or ``exception``; ``seconds`` and
            ``stalled`` as above.  A life without an end was killed.
 ``past``   lives that were folded into one line: their number, when the first ``began``, ``failures``, ``seconds``,
@@ -277,6 +278,10 @@ class Ledger:
         """A save was committed: what it cost training, and how long it took."""
         self._stalled += stall
         self._beat(now, step, stall=round(stall, 6), commit=round(seconds, 6))
+
+    def lose(self, seconds: float) -> None:
+        """So much training came to nothing."""
+        self._stalled += seconds
 
     def _beat(self, now: float, step: int, **facts: Any) -> None:
         self._beaten = now

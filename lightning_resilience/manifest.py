@@ -18,11 +18,11 @@ A checkpoint is a folder whose name ends in ``.ckpt`` (``EXTENSION``)::
 **Existence.**  A checkpoint exists if and only if ``manifest.json`` does and every file it names is there at its size
 and digest.  Writers put every other file in place first, make them durable, then the manifest; on a local tier all of
 this happens in ``NAME.partial-TOKEN`` and the rename to ``NAME`` publishes it.  A name that carries ``.partial-`` or
-``.removed-`` is never a checkpoint.  Removal goes the other way: rename to ``NAME.removed-TOKEN``, manifest, files. A
+``.removed-`` is never a checkpoint.  Removal goes the other way: rename to ``NAME.removed-TOKEN``, manifest, files.  A
 published folder is never written again, except to heal a damaged file with the bytes that its manifest names, and to
-change labels, each by one rename.  Behind a URL the files have their names from the start, and the manifest decides;
-while there is none, or a removal is under way, there is a file ``.unsealed`` beside them (JSON: ``time`` in seconds
-since 1970, ``token``).
+change labels, or to call it suspect, each by one rename.  Behind a URL the files have their names from the start, and
+the manifest decides; while there is none, or a removal is under way, there is a file ``.unsealed`` beside them (JSON:
+``time`` in seconds since 1970, ``token``).
 
 **manifest.json.**  UTF-8 JSON with sorted keys, no insignificant blanks and a final newline:
 
@@ -36,7 +36,7 @@ since 1970, ``token``).
 ``created``    UTC time of the commit, ``YYYY-MM-DDTHH:MM:SSZ``.  For people; nothing is decided by it.
 ``reason``     why it was saved, in words.
 ``health``     ``healthy`` or ``suspect``: never the best, never a milestone, never resumed from by itself.
-``suspicion``  optional: why it is suspect, e.g. which parameter is not finite.
+``suspicion``  optional: why it is suspect, e.g. which parameter is not finite, or that the run went back from it.
 ``labels``     list of words, e.g. ``weights-only``, ``pinned``, ``milestone``, ``last-good`` (saved when a run was
                taken back).
 ``world_size`` number of ranks that wrote it.
@@ -163,6 +163,10 @@ class Manifest:
             return "it holds weights only"
         why = self.extra.get("suspicion")
         return None if self.health == HEALTHY else f"it is {self.health}" + (f": {why}" if why else "")
+
+    def suspected(self, why: str) -> Manifest:
+        """The manifest of the same save once there is a reason not to resume from it."""
+        return dataclasses.replace(self, health=SUSPECT, extra={**self.extra, "suspicion": why})
 
     def is_same_save(self, other: Manifest) -> bool:
         """Whether both are of one save; labels may have changed since."""

@@ -36,8 +36,8 @@ from typing import Any
 
 from lightning_resilience import store
 from lightning_resilience.engine import Folder
-from lightning_resilience.errors import CheckpointCorrupt, ResilienceError, TierUnavailable
-from lightning_resilience.manifest import PARTIAL, FileEntry, Manifest
+from lightning_resilience.errors import CheckpointCorrupt, CheckpointNotFound, ResilienceError, TierUnavailable
+from lightning_resilience.manifest import HEALTHY, PARTIAL, FileEntry, Manifest
 from lightning_resilience.ranks import Board, Ranks, attempt, raise_first
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.retention import Keep, Ranking, judge
@@ -100,16 +100,27 @@ class _Known:
                 there.add(manifest.save_id)
         return targets
 
+    def outdated(self) -> dict[str, str]:
+        """What the cold tier still calls healthy, and the folder no longer does: as ``lacking`` gives it."""
+        suspect = {one.save_id: name for name, one in self.hot.items() if one.health != HEALTHY}
+        return {
+            target: suspect[one.save_id]
+            for target, one in self.cold.items()
+            if one.health == HEALTHY and one.save_id in suspect
+        }
+
 
 @dataclass(frozen=True)
 class _Task:
     """A checkpoint to copy: its ``name`` here and there (``target``), and whether each file is sent by the rank that
-    saved it (``owners_only``)."""
+    saved it (``owners_only``); or one that is there already and of which its manifest has to say something else
+    (``restates``)."""
 
     name: str
     target: str
     manifest: Manifest
     owners_only: bool
+    restates: bool = False
 
 
 @dataclass(frozen=True)
@@ -231,17 +242,18 @@ class Replicator:
             self._has_offer = True
         self._wake.set()
 
-    def known_cold(self) -> list[Manifest]:
-        """The checkpoints that the cold tier has."""
+    def known_cold(self) -> dict[str, Manifest]:
+        """The checkpoints that the cold tier has, by name."""
         with self._lock:
-            return list(self._known.cold.values())
+            return dict(self._known.cold)
 
     def pending(self) -> set[str]:
         """Names of the checkpoints that the cold tier should have and does not: their hot copy must stay."""
         with self._lock:
             hot, cold, lacking = dict(self._known.hot), self._own(), self._known.lacking()
+            outdated = set(self._known.outdated().values())
         verdicts = judge({**cold, **{target: hot[name] for target, name in lacking.items()}}, self._keep, self._ranking)
-        return {lacking[verdict.name] for verdict in verdicts if verdict.keep and verdict.name in lacking}
+        return outdated | {lacking[verdict.name] for verdict in verdicts if verdict.keep and verdict.name in lacking}
 
     def _waiting(self) -> set[str]:
         """Names of those on their way that can get there as they are here."""
@@ -362,7 +374,7 @@ class Replicator:
             # Who has answered this one has read all of the one before.
             board.forget(*(self._key(number - 1, what) for what in ("", "end", *range(self._ranks.world_size))))
             if not isinstance(outcome, Replicated):
-                if task.name not in self.pending():
+                if task.name not in self.pending() and not task.restates:
                     self._drop(task.target)
                 if self._is_over():
                     break
@@ -423,6 +435,10 @@ class Replicator:
 
     def _seal(self, task: _Task, answers: Sequence[_Sent]) -> None:
         """Make it a checkpoint there, unless nobody had some file to send and none is there from before."""
+        if task.restates:
+            with suppress(CheckpointNotFound):
+                store.restate(self.tier, task.target, task.manifest.standing_alone())
+            return
         unsent = task.manifest.paths.difference(*(answer.paths for answer in answers))
         if unsent:
             there = self.tier.files(task.target)
@@ -470,6 +486,8 @@ class Replicator:
         """Send the files that are this rank's to send; which they are, or why not."""
 
         def send() -> _Sent:
+            if task.restates:
+                return _Sent(frozenset(), 0)
             with self._holding(task) as files:
                 sent = [self.tier.send(task.target, entry, path) for entry, path in files]
             return _Sent(frozenset(entry.path for entry, _ in files), sum(sent))
@@ -535,7 +553,8 @@ class Replicator:
             self._gave_ways = 0
             if leads:
                 self._tell_of_success(outcome)
-            self._news.put(outcome)
+            if not task.restates:
+                self._news.put(outcome)
         elif isinstance(outcome, _GaveWay):
             self._gave_ways += 1
             if leads and self._gave_ways == GAVE_WAY:
@@ -599,8 +618,9 @@ class Replicator:
         waiting = self._waiting()
         with self._lock:
             tasks = [
-                _Task(name, target, manifest, owners_only=manifest.save_id not in self._failed)
-                for target, name in self._known.lacking().items()
+                _Task(name, target, manifest, manifest.save_id not in self._failed, restates)
+                for restates, some in ((False, self._known.lacking()), (True, self._known.outdated()))
+                for target, name in some.items()
                 if name in waiting and not self._is_spoiled(manifest := self._known.hot[name])
             ]
         return min(

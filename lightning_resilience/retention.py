@@ -22,7 +22,8 @@ class Keep:
     """Retention rule of one tier.
 
     Args:
-        last: how many of the newest checkpoints stay; -1 keeps all.
+        last: how many of the newest checkpoints stay; -1 keeps all.  Suspect ones older than the newest healthy one do
+            not count, and go.
         top_k: how many of the best by the monitored metric stay besides; -1 keeps all that have the metric.
         milestones: steps of which one checkpoint each stays for good: of every multiple of a number the closest that
             there is, or of each step in a list.
@@ -131,7 +132,8 @@ def judge(
     in_order = newest_first(manifests)
     reasons: dict[str, list[str]] = {name: [] for name in in_order}
 
-    for place, name in enumerate(in_order if keep.last == -1 else in_order[: keep.last], start=1):
+    newest = in_order if keep.last == -1 else _that_count(in_order, manifests)[: keep.last]
+    for place, name in enumerate(newest, start=1):
         reasons[name].append("newest" if place == 1 else f"{_ordinal(place)} newest")
     resumable = [name for name in in_order if WEIGHTS_ONLY not in manifests[name].labels]
     healthy = [name for name in in_order if manifests[name].unresumable is None]
@@ -167,6 +169,13 @@ def judge(
         else Verdict(name, bool(why), tuple(why) or (_surplus(keep),))
         for name, why in reasons.items()
     ]
+
+
+def _that_count(in_order: Sequence[str], manifests: Mapping[str, Manifest]) -> list[str]:
+    """Names that count among the newest: a suspect one of an earlier time than a healthy one is of use to nobody."""
+    healthy = [name for name in in_order if manifests[name].health == HEALTHY]
+    older = set(in_order[in_order.index(healthy[0]) :]) if healthy else set()
+    return [name for name in in_order if name in healthy or name not in older]
 
 
 def _milestones(steps: int | Sequence[int] | None, manifests: Mapping[str, Manifest]) -> dict[int, str]:

@@ -82,7 +82,7 @@ class Session:
         """Called after each batch with its epoch, whether that has ended, and whether no gradients of a half-done
         accumulation window would be lost now; see ``Doorway.between_batches``."""
         self.preemption = Preemption(self.ranks)
-        self.went_back: list[Callable[[], None]] = []
+        self.went_back: list[Callable[[Manifest], None]] = []
         """Called on all ranks when a run was taken back to an earlier checkpoint."""
         self.before_leaving: list[Callable[[], None]] = []
         """Called on all ranks, when training is about to stop for a signal and everything is saved."""
@@ -625,23 +625,23 @@ class Session:
             note = f" skipped={skipped!r}" if skipped else ""
             log.info("event=resume step=%d from=%s tier=%s ranks=%d%s", step, source.path, tier, size, note)
 
-    def roll_back(self, folder: Folder, name: str) -> None:
+    def roll_back(self, folder: Folder, name: str, copies: Mapping[str, Manifest]) -> Source:
         """Take the run back to a checkpoint; see ``Resumption.roll_back``.  Collective.
+
+        Args:
+            folder: where it is, or is brought to.
+            name: of it.
+            copies: what it is called behind a URL, where there is no folder that has it.
 
         Raises:
             CheckpointCorrupt: it is damaged.
+            CheckpointIncompatible: it does not fit what is trained now.
         """
-        tier = folder.tier
-        place = self.places[tier.where()]
-        listed = store.read_manifest(tier, name) if isinstance(tier, RemoteTier) else None
+        place = self.places[folder.tier.where()]
+        save = next((manifest.save_id for manifest in copies.values()), None)
         try:
             source = verify_together(
-                self.ranks,
-                place,
-                name,
-                save=listed.save_id if listed is not None else None,
-                copies={name: listed} if listed is not None else None,
-                needs=self.resumption.needs,
+                self.ranks, place, name, save=save, copies=copies or None, needs=self.resumption.needs
             )
         except CheckpointCorrupt:
             healed = open_with_copies(self.ranks, place, name, self.resumption.needs)
@@ -649,6 +649,21 @@ class Session:
                 raise
             source = healed
         self.resumption.roll_back(source)
+        return source
+
+    def leave_behind(self, folder: Folder, left: Mapping[str, Manifest]) -> None:
+        """Call checkpoints of a folder suspect, as ``left`` says by their names, so that no start leads to them."""
+        if self.ranks.rank not in folder.leaders:
+            return
+        for name, manifest in left.items():
+            try:
+                there = store.read_manifest(folder.tier, name)  # labels may have changed
+                if there.is_same_save(manifest):
+                    store.restate(folder.tier, name, there.suspected(manifest.extra["suspicion"]))
+            except CheckpointNotFound:
+                continue
+            except (OSError, ResilienceError) as error:
+                log.warning("event=rollback name=%s outcome='it is still called healthy' error=%r", name, error)
 
     def skip_batches(self, count: int) -> int:
         """Leave out training batches of this epoch, its last one excepted; how many of ``count`` are left to do."""

@@ -7,7 +7,7 @@ have heard of the same saves.  What the folder's rule gives up leaves it when it
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from lightning_resilience.manifest import HEALTHY, LAST_GOOD, Manifest, newest_first
 from lightning_resilience.retention import Keep, Ranking, judge
@@ -74,16 +74,31 @@ class Standings:
     @property
     def last_good(self) -> str | None:
         """While the loss is off its course, the newest from before that: it stays whatever a rule says."""
-        committed = dict(self.committed)  # asked for by other threads too
+        return self.last_good_of(dict(self.committed))  # a copy: it is asked for by other threads too
+
+    def last_good_of(self, manifests: Mapping[str, Manifest]) -> str | None:
+        """The same of other checkpoints of the run."""
         if self.off_since is None:
             return None
-        for name in newest_first(committed):
-            manifest = committed[name]
+        for name in newest_first(manifests):
+            manifest = manifests[name]
             # What the run was taken back to is good, also where the very next batch is off again.
             is_before = manifest.step < self.off_since + (LAST_GOOD in manifest.labels)
             if is_before and manifest.unresumable is None:
                 return name
         return None
+
+    def go_back(self, good: Manifest) -> dict[str, Manifest]:
+        """The run goes on from ``good``: what was committed since is suspect from now on; those, by name."""
+        self.off_since = None
+        why = f"the run went back from it to step {good.step}"
+        left = {
+            name: manifest.suspected(why)
+            for name, manifest in self.committed.items()
+            if manifest.order > good.order and manifest.health == HEALTHY
+        }
+        self.committed |= left
+        return left
 
 
 def best_first(committed: dict[str, Manifest], ranking: Ranking | None) -> list[str]:

@@ -32,7 +32,7 @@ from lightning_resilience.manifest import (
     newest_first,
 )
 from lightning_resilience.retention import Keep, Ranking, Verdict, judge
-from lightning_resilience.tiers import LocalTier, Tier, WritableTier
+from lightning_resilience.tiers import LocalTier, RestatableTier, Tier, WritableTier
 
 log = logging.getLogger("lightning_resilience")
 
@@ -221,6 +221,21 @@ def commit(tier: WritableTier, partial: str, name: str, manifest: Manifest, *, r
     points.reach("commit.manifest")
     tier.publish(partial, name, replace=replace)
     points.reach("commit.end")
+
+
+def restate(tier: RestatableTier, name: str, manifest: Manifest) -> None:
+    """Say something else of a checkpoint than its manifest did (labels, health).
+
+    Raises:
+        CheckpointNotFound: it was removed meanwhile, and has not come back.
+    """
+    try:
+        tier.put_manifest(name, manifest.to_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointNotFound(f"{tier.where(name)!r} was removed just now.") from error
+    if all(tier.size(name, entry.path) is None for entry in manifest if entry.at is None):
+        tier.remove(name)
+        raise CheckpointNotFound(f"{tier.where(name)!r} was removed just now.")
 
 
 def is_pinned(tier: Tier, name: str) -> bool:

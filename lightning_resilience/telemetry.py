@@ -4,7 +4,7 @@
 and without a save under way.  It reads no clock and talks to nobody.
 
 *Goodput* is the share of wall time, since the run first began, in which training made progress that lasted: not the
-time a run was down, nor what saves kept it still, nor the steps that were done again.
+time a run was down, nor what saves kept it still, nor the steps that were done again or that a run was taken back from.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class Telemetry:
         self._hot_bytes = 0
         self._lag = 0.0
         self._suspect = 0
+        self._lost = 0.0
         self._replicated = 0
         self.skipped = 0
         self.failures = 0
@@ -88,6 +89,10 @@ class Telemetry:
         self._upload_bytes += sent
         self._lag = max(self._lag, lag)
 
+    def lose(self, seconds: float) -> None:
+        """So much training came to nothing: the run was taken back."""
+        self._lost += seconds
+
     # -- what comes of it ---------------------------------------------------------------------------------------------
 
     @property
@@ -99,7 +104,7 @@ class Telemetry:
 
     def goodput(self, now: float) -> float:
         """Share of the time since the run began, up to ``now``, in which it made progress that lasted so far."""
-        useful = self._before.useful + max(now - self._began - sum(self._stalls), 0.0)
+        useful = self._before.useful + max(now - self._began - sum(self._stalls) - self._lost, 0.0)
         return min(useful / max(now - self._before.began, 1e-9), 1.0)
 
     def of_commit(self, cost: Cost, healthy: bool, now: float, at_risk: tuple[float, int]) -> dict[str, float]:

@@ -76,7 +76,14 @@ class Tier(Protocol):
         """Let a checkpoint disappear: at first its manifest, or all of it in one step."""
 
 
-class WritableTier(Tier, Protocol):
+class RestatableTier(Tier, Protocol):
+    """A tier in which manifests can be replaced."""
+
+    def put_manifest(self, name: str, content: bytes) -> None:
+        """Put a manifest in the place of a missing, damaged or older one, in one step."""
+
+
+class WritableTier(RestatableTier, Protocol):
     """A tier that saves go to.  What is being saved is in ``partial``, a name of its own, until it is published."""
 
     def check_writable(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,12 +20,14 @@ from lightning_resilience.divergence import Course
 from lightning_resilience.engine import Save
 from lightning_resilience.ledger import CLEAN, History, Ledger
 from lightning_resilience.losses import LossStream
-from lightning_resilience.manifest import HEALTHY
+from lightning_resilience.manifest import HEALTHY, Manifest
 from lightning_resilience.schedule import Progress, Schedule
 from lightning_resilience.telemetry import Cost, Telemetry, before
 
 END_OF_TRAINING = "end of training"
 """Why a run's last checkpoint was saved."""
+REMEMBERED = 10_000
+"""Saves of which it is remembered when they were made."""
 
 
 class Watch:
@@ -45,6 +48,7 @@ class Watch:
         self._step = 0
         self._batch_began = 0.0
         self._safe = Progress(0, time.monotonic())  # what a crash would not lose
+        self._useful = Useful()
         self.course = Course()
         self.rollbacks = 0
         """How often this run was taken back."""
@@ -69,6 +73,7 @@ class Watch:
             run: id of the run.
         """
         self._safe = now
+        self._useful = Useful(now.seconds)
         if self._rank != 0:
             return
         carried = None
@@ -154,6 +159,7 @@ class Watch:
             self._ledger.commit(now.seconds, now.step, save.stall, seconds)
         at_risk = (now.seconds - self._safe.seconds, now.step - self._safe.step)
         self._safe = Progress(save.step, now.seconds - seconds)
+        self._useful.saved(manifest.order, now.seconds - save.persist, save.stall)
         return self.telemetry.of_commit(cost, healthy, time.time(), at_risk)
 
     def replicated(self, seconds: float, sent: int, lag: float, backlog: int) -> dict[str, float]:
@@ -161,8 +167,12 @@ class Watch:
         self.telemetry.replicated(sent, lag)
         return self.telemetry.of_copy(seconds, sent, lag, backlog)
 
-    def went_back(self, now: Progress) -> None:
-        """The run was taken back to before a spike."""
+    def went_back(self, now: Progress, good: Manifest) -> None:
+        """The run was taken back to a checkpoint."""
+        lost = self._useful.back_to(good.order, now.seconds)
+        self.telemetry.lose(lost)
+        if self._ledger is not None:
+            self._ledger.lose(lost)
         self._safe = now
         self._losses.take_all()  # they are of before
         self.course.forget_spike()
@@ -189,3 +199,29 @@ class Watch:
             "course": self.course.state(),
             "rollbacks": self.rollbacks,
         }
+
+
+class Useful:
+    """Seconds of training in this life up to each of its saves, less what saves kept it still and what came to nothing.
+
+    Args:
+        began: seconds of a monotonic clock.
+    """
+
+    def __init__(self, began: float = 0.0) -> None:
+        self._began = began  # moved on by what was not useful
+        self._until: deque[tuple[tuple[int, int], float]] = deque(maxlen=REMEMBERED)
+
+    def saved(self, order: tuple[int, int], staged: float, stall: float) -> None:
+        """A checkpoint has what was done until it was ``staged``, for which training stood still for ``stall`` s."""
+        self._began += stall
+        self._until.append((order, max(staged - self._began, 0.0)))
+
+    def back_to(self, order: tuple[int, int], now: float) -> float:
+        """How much came to nothing because the run goes on from that checkpoint, or from one of an earlier life."""
+        while self._until and self._until[-1][0] > order:
+            self._until.pop()
+        kept = self._until[-1][1] if self._until else 0.0
+        lost = max(now - self._began - kept, 0.0)
+        self._began += lost
+        return lost

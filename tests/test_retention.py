@@ -48,6 +48,10 @@ FIVE = (5.0, 1.0, 3.0, 2.0, 4.0)
         (run(*FIVE), Keep(last=1, top_k=2), (), "s2 s4 s5"),
         (run(*FIVE), Keep(last=1, top_k=-1), (), "s1 s2 s3 s4 s5"),
         (run(1.0, None, 2.0), Keep(last=1, top_k=-1), (), "s1 s3"),
+        # suspect ones older than a healthy one do not count among the newest
+        (run(*FIVE, s3={"health": SUSPECT}, s4={"health": SUSPECT}), Keep(last=3), (), "s1 s2 s5"),
+        (run(*FIVE, s5={"health": SUSPECT}, s2={"health": SUSPECT}), Keep(last=3), (), "s3 s4 s5"),
+        (run(*FIVE, s3={"health": SUSPECT}), Keep(last=-1), (), "s1 s2 s3 s4 s5"),
         # guards
         (run(*FIVE, s5={"health": SUSPECT}), Keep(last=1), (), "s4 s5"),
         (run(*FIVE, s5={"health": SUSPECT}, s4={"health": SUSPECT}), Keep(last=1), (), "s3 s5"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers.logger import Logger
 
 from forks import run_forks
-from lightning_resilience import Diverged, EverySteps, Keep, ResilientCheckpoint, Rollback
+from lightning_resilience import Diverged, EverySteps, Keep, ResilientCheckpoint, Rollback, store
+from lightning_resilience.manifest import LAST_GOOD, Manifest
+from lightning_resilience.remote import RemoteTier
+from lightning_resilience.tiers import LocalTier
 from support import TinyModel, committed, data, make_trainer, settle, strategy
 
 WINDOW = 100
@@ -134,6 +138,123 @@ def test_damaged_last_good_checkpoint_is_passed_over_or_healed(tmp_path: Path) -
                 trainer.fit(model, numbered(1200))
         back = next(place for place in range(1, len(model.steps)) if model.steps[place] < model.steps[place - 1])
         assert model.steps[back] == (150 if cold else 140)
+
+
+class Goes(Exception):
+    """The run has gone back, and the checkpoint that says so is committed."""
+
+
+class StopsOnceBack(ResilientCheckpoint):
+    def on_checkpoint_committed(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+        if LAST_GOOD in checkpoint.manifest.labels:
+            raise Goes
+
+
+def one_that_went_back(root: Path, **kwargs: Any) -> dict[str, Manifest]:
+    """What a run leaves that is stopped as soon as it went back from a spike at step 155."""
+    callback = StopsOnceBack(
+        root / "run", schedule=EverySteps(10), rollback=Rollback(patience=20), keep=Keep(last=-1), **kwargs
+    )
+    with pytest.raises(Goes):
+        make_trainer(root, callback, settle(), max_epochs=1).fit(Poisoned(155, heals=True), numbered(1200))
+    return store.list_checkpoints(LocalTier(root / "run")).committed
+
+
+def test_no_start_is_led_to_what_the_run_went_back_from_also_where_what_it_saved_then_is_lost(tmp_path: Path) -> None:
+    left = one_that_went_back(tmp_path)
+    health = {one.step: one.health for one in left.values() if one.step >= 150 and LAST_GOOD not in one.labels}
+    assert health.pop(150) == "healthy"
+    assert set(health.values()) == {"suspect"}
+    assert left["epoch=0-step=160.ckpt"].extra["suspicion"] == "the run went back from it to step 150"
+    shutil.rmtree(tmp_path / "run" / "epoch=0-step=150-v1.ckpt")
+    again = Poisoned(10**6)
+    train(tmp_path, again)
+    assert again.steps[0] == 150
+
+
+def test_cold_tier_hears_of_what_the_run_went_back_from(tmp_path: Path) -> None:
+    left = one_that_went_back(tmp_path, remote=f"file://{tmp_path}/cold")
+    callback = ResilientCheckpoint(  # what the stopped process did not get to do, the next one does
+        tmp_path / "run", schedule=EverySteps(10), keep=Keep(last=-1), remote=f"file://{tmp_path}/cold"
+    )
+    make_trainer(tmp_path, callback, settle(), max_epochs=1).fit(Poisoned(10**6), numbered(1200), ckpt_path="last")
+    cold = store.list_checkpoints(RemoteTier(f"file://{tmp_path}/cold")).committed
+    suspect = {one.save_id for one in left.values() if one.health == "suspect"}
+    assert {one.save_id for one in cold.values() if one.health == "suspect"} == suspect
+    assert suspect
+    assert all(store.verify(RemoteTier(f"file://{tmp_path}/cold"), name, one) == [] for name, one in cold.items())
+
+
+def test_what_is_saved_on_going_back_is_tried_again_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, failures = LocalTier.write, iter(range(1))
+
+    def full(self: LocalTier, name: str, file: str, data: Any, rank: int = 0) -> Any:
+        if "150-v1" in name and next(failures, None) is not None:
+            raise OSError(28, "No space left on device")
+        return whole(self, name, file, data, rank)
+
+    monkeypatch.setattr(LocalTier, "write", full)
+    with pytest.warns(UserWarning, match="No space left"):
+        left = one_that_went_back(tmp_path)
+    assert next(failures, None) is None
+    assert any(LAST_GOOD in one.labels and one.step == 150 for one in left.values())
+
+
+def test_run_goes_back_to_what_only_the_cold_tier_has(tmp_path: Path) -> None:
+    class Loses(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+            callback = trainer.checkpoint_callback
+            if trainer.global_step == 158 and isinstance(callback, ResilientCheckpoint):
+                for name, one in list(callback._standings.committed.items()):
+                    if one.step <= 150:
+                        shutil.rmtree(tmp_path / "run" / name)
+                        del callback._standings.committed[name]
+
+    model = Poisoned(155, heals=True)
+    callback = ResilientCheckpoint(
+        tmp_path / "run", schedule=EverySteps(10), rollback=Rollback(patience=20), remote=f"file://{tmp_path}/cold"
+    )
+    make_trainer(tmp_path, callback, settle(), Loses(), max_epochs=1).fit(model, numbered(1200))
+    back = next(place for place in range(1, len(model.steps)) if model.steps[place] < model.steps[place - 1])
+    assert model.steps[back] == 150
+
+
+def test_run_that_trains_something_else_by_now_stops_clearly(tmp_path: Path) -> None:
+    class Grows(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+            if trainer.global_step == 152 and len(trainer.optimizers) == 1:
+                trainer.strategy.optimizers = [
+                    *trainer.optimizers, torch.optim.SGD(trainer.lightning_module.parameters(), lr=0.0)
+                ]  # fmt: skip
+
+    callback = ResilientCheckpoint(tmp_path / "run", schedule=EverySteps(10), rollback=Rollback(patience=20))
+    with pytest.raises(Diverged, match=r"epoch=0-step=150.ckpt, does not fit what is trained now"):
+        make_trainer(tmp_path, callback, settle(), Grows(), max_epochs=1).fit(Poisoned(155), numbered(1200))
+
+
+def test_batches_still_to_be_left_out_in_the_next_epoch_are_left_out_after_a_restart_too(tmp_path: Path) -> None:
+    class Stops(L.Callback):
+        def on_train_epoch_start(self, trainer: L.Trainer, *args: Any) -> None:
+            if trainer.current_epoch == 1:
+                raise RuntimeError("stop")
+
+    def fit(root: Path, model: Poisoned, *callbacks: L.Callback) -> None:
+        callback = ResilientCheckpoint(
+            root / "run", schedule=EverySteps(10), rollback=Rollback(patience=20, skip_batches=40)
+        )
+        trainer = make_trainer(root, callback, settle(), *callbacks, max_epochs=2)
+        trainer.fit(model, numbered(800), ckpt_path="last")
+
+    whole, first, second = (Poisoned(160, heals=True) for _ in range(3))
+    fit(tmp_path / "whole", whole)
+    with pytest.raises(RuntimeError, match="stop"):
+        fit(tmp_path / "cut", first, Stops())
+    second.at = second.until
+    fit(tmp_path / "cut", second)
+    began = len(whole.batches) - len(second.batches)
+    assert second.batches == whole.batches[began:]
+    assert second.batches[-1] == 199
+    assert len(set(range(200)) - set(second.batches)) > 10
 
 
 def test_time_goes_on_when_the_run_goes_back(tmp_path: Path) -> None:
