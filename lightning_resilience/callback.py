@@ -487,7 +487,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         if session is None or self._agreement is None or self._watch is None:
             return
         trainer, self._epoch = session.trainer, epoch
-        self._hear(trainer, trainer.lightning_module)
+        self._hear(trainer)
         now = self._now(trainer)
         self._watch.look(now)
         wish = self._wanted_by_time(now) if session.ranks.rank == 0 else None
@@ -496,7 +496,9 @@ class ResilientCheckpoint(ModelCheckpoint):
         self._reasons += [answer] if answer else []
         if self._validated:
             self._metrics_are_of = self._position(trainer)
-        if epoch_ended if self._should_save_on_train_epoch_end(trainer) else self._validated:
+        if (epoch_ended or self._validated) and (
+            epoch_ended if self._should_save_on_train_epoch_end(trainer) else self._validated
+        ):
             self._reasons += self._reasons_of_an_evaluation(trainer, epoch)
         if not at_boundary:
             return  # what is wanted stays wanted until the accumulation window ends
@@ -511,7 +513,7 @@ class ResilientCheckpoint(ModelCheckpoint):
             self._save_in_time(trainer, "; ".join(dict.fromkeys([*reasons, name_of(session.preemption.agreed)])))
             return
         if ends:
-            self._wait(trainer, trainer.lightning_module)
+            self._wait(trainer)
         if reasons:
             self._save(trainer, "; ".join(dict.fromkeys(reasons)), epoch)
         if self._to_skip:
@@ -585,7 +587,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         assert watch is not None
         assert rule is not None
         agreement.close()
-        self._wait(trainer, trainer.lightning_module)
+        self._wait(trainer)
         self._standings.off_since, times = session.ranks.broadcast((watch.course.off_since, watch.rollbacks))
         where = f"The loss has been off its course since step {self._standings.off_since}"
         if times >= rule.most:
@@ -748,7 +750,7 @@ class ResilientCheckpoint(ModelCheckpoint):
 
     _last_error: str = "see the log of the rank that failed"
 
-    def _hear(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _hear(self, trainer: Trainer) -> None:
         """Take note of the saves that ended since the last batch."""
         assert self._session is not None
         late = self._session.engine.overdue
@@ -768,19 +770,20 @@ class ResilientCheckpoint(ModelCheckpoint):
                 log_save(save)
             if self._watch is not None:
                 self._tell_loggers(trainer, self._watch.committed(save, self._now(trainer)))
-            self._note(trainer, pl_module, save.committed.result())
+            self._note(trainer, save.committed.result())
             self._session.engine.tidy(save)
             self._last_save = save
-        self._hear_of_copies(trainer, pl_module)
+        if self._replicator is not None:
+            self._hear_of_copies(trainer, self._replicator)
 
-    def _hear_of_copies(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _hear_of_copies(self, trainer: Trainer, replicator: Replicator) -> None:
         """Take note of the checkpoints that the cold tier has got since the last batch."""
-        copies = self._replicator.poll() if self._replicator is not None else []
+        copies = replicator.poll()
         for copy in copies:
-            if self._watch is not None and self._replicator is not None:
-                backlog = len(self._replicator.pending())
+            if self._watch is not None:
+                backlog = len(replicator.pending())
                 self._tell_loggers(trainer, self._watch.replicated(copy.seconds, copy.bytes, copy.lag, backlog))
-            self.on_checkpoint_replicated(trainer, pl_module, copy)
+            self.on_checkpoint_replicated(trainer, trainer.lightning_module, copy)
         if copies and self._last_save is not None and self._session is not None:
             self._session.engine.tidy(self._last_save)  # what was kept only because it was on its way may go
 
@@ -790,7 +793,7 @@ class ResilientCheckpoint(ModelCheckpoint):
             for logger in trainer.loggers:
                 logger.log_metrics(dict(metrics), step=trainer.global_step)
 
-    def _note(self, trainer: Trainer, pl_module: LightningModule, checkpoint: Committed) -> None:
+    def _note(self, trainer: Trainer, checkpoint: Committed) -> None:
         """Now that it exists: tell loggers and subclasses."""
         self._standings.add(checkpoint.name, checkpoint.manifest)
         if trainer.is_global_zero and checkpoint.manifest.health != HEALTHY:
@@ -812,7 +815,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.after_save_checkpoint(proxy(self))
-        self.on_checkpoint_committed(trainer, pl_module, checkpoint)
+        self.on_checkpoint_committed(trainer, trainer.lightning_module, checkpoint)
 
     def _update_best(self) -> None:
         """Set ModelCheckpoint's public fields from what is committed."""
@@ -854,10 +857,10 @@ class ResilientCheckpoint(ModelCheckpoint):
         self, trainer: Trainer, reason: str, deadline: float = math.inf, *, label: str | None = None
     ) -> None:
         """Save the step that training is at, unless it is, and wait until it is committed."""
-        self._wait(trainer, trainer.lightning_module, deadline)
+        self._wait(trainer, deadline)
         while self._saved_at != self._position(trainer) and self._now(trainer).step > 0:
             self._save(trainer, reason, self._epoch, label=label)
-            self._wait(trainer, trainer.lightning_module, deadline)
+            self._wait(trainer, deadline)
 
     def _save_in_time(self, trainer: Trainer, reason: str) -> None:
         """Save before all ranks stop.  A save that fails does not make a run finished, nor keeps it from stopping."""
@@ -876,15 +879,15 @@ class ResilientCheckpoint(ModelCheckpoint):
         """Let the cold tier have what is on its way, as long as there is time."""
         if self._replicator is not None and self._session is not None:
             self._replicator.close(self.save_timeout, self._session.preemption.leave_by)
-            self._hear_of_copies(self._session.trainer, self._session.trainer.lightning_module)
+            self._hear_of_copies(self._session.trainer, self._replicator)
 
-    def _wait(self, trainer: Trainer, pl_module: LightningModule, deadline: float = math.inf) -> None:
+    def _wait(self, trainer: Trainer, deadline: float = math.inf) -> None:
         """Until the save under way has ended on all ranks, but not beyond ``deadline``."""
         session = self._session
         assert session is not None
         begin = time.monotonic()
         done = session.engine.drain(max(min(self.save_timeout + OVERDUE, deadline - begin), 0.0))
-        self._hear(trainer, pl_module)
+        self._hear(trainer)
         hangs, failed = session.ranks.any_max(not done, self._saved_at is None)
         if hangs:
             raise SaveFailed(

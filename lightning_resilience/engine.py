@@ -419,9 +419,8 @@ class Engine:
     def poll(self) -> list[Save]:
         """The saves that were committed or dropped since the last call, oldest first."""
         finished = []
-        with suppress(queue.Empty):
-            while True:
-                finished.append(self._finished.get_nowait())
+        while not self._finished.empty():  # nobody else takes from it
+            finished.append(self._finished.get())
         return finished
 
     def tidy(self, save: Save) -> None:

@@ -305,6 +305,8 @@ class Session:
             if self._attempts is not None and save.committed.exception() is None and PINNED not in save.facts.labels:
                 self._attempts.clear()
             self.save_seconds = max(self.save_seconds, save.stall + save.persist)
+        if not self._finished:
+            return []
         mine = [save for save in self._finished if save.folder is folder]
         self._finished = [save for save in self._finished if save.folder is not folder]
         return mine

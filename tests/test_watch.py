@@ -62,7 +62,7 @@ class Costs(ResilientCheckpoint):
 
     STALL, SECONDS = 0.5, 5.0
 
-    def _hear(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def _hear(self, trainer: L.Trainer) -> None:
         original = self._watch.committed if self._watch is not None else None
         if original is not None and not hasattr(self._watch, "_told"):
 
@@ -71,7 +71,7 @@ class Costs(ResilientCheckpoint):
                 original(save, now)
 
             self._watch.committed, self._watch._told = told, True
-        super()._hear(trainer, pl_module)
+        super()._hear(trainer)
 
 
 def fit(
