@@ -152,7 +152,8 @@ class Save:
 
 @dataclass(frozen=True)
 class Committed:
-    """A checkpoint that exists: its ``path`` (a text with its URL where there is no folder) and ``manifest``."""
+    """A checkpoint that exists: its ``path`` (a text with its URL where there is no folder) and ``manifest``, on ranks
+    other than 0 without the files."""
 
     path: Path | str
     manifest: Manifest
@@ -236,6 +237,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._board: Board | None = None
         self._verdict: Verdict | None = None
+        self._copied = "", b""  # the digest and content of the ``.metadata`` that was taken over last
 
     # -- folders ------------------------------------------------------------------------------------------------------
 
@@ -394,15 +396,15 @@ class Engine:
             raise mine
 
         laid = attempt(lambda: self._allocate(lay_out(mine, flat)))
-        everyone = self.ranks.all_gather(laid if isinstance(laid, BaseException) else laid[0].extents)
-        try:
-            raise_first(everyone)
-        except BaseException:
+        everyone = self.ranks.gather(laid if isinstance(laid, BaseException) else laid[0].extents)
+        failed = [entry for entry in everyone or () if isinstance(entry, BaseException)]
+        failure = self.ranks.broadcast(failed[0] if failed else None)
+        if failure is not None:
             if not isinstance(laid, BaseException):
                 _close(laid[1])
-            raise
+            raise failure
         assert not isinstance(laid, BaseException)
-        extents = [entry for entry in everyone if not isinstance(entry, BaseException)]
+        extents = [entry for entry in everyone or () if not isinstance(entry, BaseException)]
         metadata = metadata_bytes(plan, extents) if isinstance(plan, GlobalPlan) else b""
         self._plan = _Plan(prepared.fingerprint, laid[0], metadata, laid[1], frozenset(snapshot.trained()))
         self._unmapped = laid[1][0]
@@ -497,11 +499,13 @@ class Engine:
             self._board = self.ranks.board()
         save, rank = job.save, self.ranks.rank
         tier, leads = save.folder.tier, rank in save.folder.leaders
-        verdict = Verdict(self._board, f"{self.ranks.session}/{save.attempt}", self.ranks, leads, self.timeout)
+        prefix = f"{self.ranks.session}/{save.attempt}"
+        verdict = Verdict(self._board, prefix, self.ranks, save.folder.leaders, self.timeout)
         if self._verdict is not None and rank == 0:
             self._verdict.clear()  # there would be no save now if any rank was not done with the one before
         self._verdict = verdict
         partial = name = ""
+        whole: Manifest | None = None
         with ExitStack() as hold:
             try:
                 if job.error is not None:
@@ -517,8 +521,8 @@ class Engine:
                 verdict.wait_reports()
                 name = verdict.wait_name()
                 if leads:
-                    self._commit(job, verdict, partial, name)
-                manifest = verdict.wait_commit()
+                    whole = self._commit(job, verdict, partial, name)
+                outline = verdict.wait_commit()
             except BaseException as error:
                 failure, dropped = verdict.fail("stage" if job.error is not None else "persist", error)
                 if dropped and partial:
@@ -528,12 +532,13 @@ class Engine:
                 if failure is error:
                     raise
                 raise failure from error
-        if leads and save.folder.link is not None and manifest.health == HEALTHY:
+        if leads and save.folder.link is not None and outline.health == HEALTHY:
             try:
                 tier.point(save.folder.link, name)
             except OSError as error:
                 log.warning("event=link folder=%s error=%r", tier.where(), error)
-        return Committed(tier.path(name) if isinstance(tier, LocalTier) else tier.where(name), manifest)
+        known = whole if whole is not None else outline
+        return Committed(tier.path(name) if isinstance(tier, LocalTier) else tier.where(name), known)
 
     def _claim_name(self, job: _Job) -> str:
         """As rank 0: the name that a checkpoint gets.  One that is pinned gives way to none that is not: people pin, by
@@ -562,25 +567,28 @@ class Engine:
         points.reach("persist.end")
         return Report(written, unsound.result())
 
-    def _commit(self, job: _Job, verdict: Verdict, partial: str, name: str) -> None:
-        """As leader of a folder: the manifest, then the rename.  Rank 0 goes last, so that its word covers every
-        folder."""
+    def _commit(self, job: _Job, verdict: Verdict, partial: str, name: str) -> Manifest | None:
+        """As leader of a folder: the manifest, then the rename.  Rank 0, which knows it, goes last, so that its word
+        covers every folder."""
         save, tier = job.save, job.save.folder.tier
         others = [leader for leader in save.folder.leaders if leader != 0]
-        if self.ranks.rank == 0:
-            manifest = self._manifest(save, [verdict.reported(rank) for rank in range(self.ranks.world_size)])
-            if others:
-                verdict.hand_over(manifest, {file: bytes(job.files[file]) for file in (META, METADATA)})
-                for leader in others:
-                    verdict.wait_folder(leader)
-            store.commit(tier, partial, name, manifest, replace=job.replace)
-            verdict.commit(manifest)
-        else:
-            manifest, copies = verdict.take_over()
-            for file, data in copies.items():
-                tier.write(partial, file, data)
-            store.commit(tier, partial, name, manifest, replace=job.replace)
+        if self.ranks.rank != 0:
+            content, metadata = verdict.take_over()
+            if metadata != self._copied[0]:  # it is the same save after save, and of all ranks together
+                self._copied = metadata, verdict.copy(METADATA)
+            tier.write(partial, META, verdict.copy(META))
+            tier.write(partial, METADATA, self._copied[1])
+            store.commit(tier, partial, name, content, replace=job.replace)
             verdict.folder_done()
+            return None
+        manifest = self._manifest(save, verdict.reports())
+        if others:
+            verdict.hand_over(manifest, {file: bytes(job.files[file]) for file in (META, METADATA)})
+            for leader in others:
+                verdict.wait_folder(leader)
+        store.commit(tier, partial, name, manifest, replace=job.replace)
+        verdict.commit(manifest)
+        return manifest
 
     def _manifest(self, save: Save, reports: list[Report]) -> Manifest:
         facts, folder = save.facts, save.folder

@@ -64,6 +64,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import xxhash
@@ -172,12 +173,17 @@ class Manifest:
         """Whether both are of one save; labels may have changed since."""
         return self.save_id == other.save_id
 
-    @property
+    @cached_property
     def save_id(self) -> str:
         """Tells this save from every other one: its run, its number there, and a digest of what its files hold.  Copies
         have the same, whatever they are called, wherever the bytes lie, and whichever labels they got since."""
         content = "".join(f"{entry.path}\0{entry.size}\0{entry.xxh3_128}\n" for entry in self.files)
         return f"{self.run}/{self.sequence}/{digest(content.encode())}"
+
+    def outline(self) -> Outline:
+        """What ranks tell each other of it: the files are more the more ranks there are."""
+        said = {f.name: getattr(self, f.name) for f in dataclasses.fields(Manifest)}
+        return Outline(**{**said, "files": ()}, size=self.size, own_size=self.own_size, save_id=self.save_id)
 
     def standing_alone(self) -> Manifest:
         """The manifest of a copy that holds the bytes of all its files itself."""
@@ -279,6 +285,26 @@ class Manifest:
             versions=dict(raw.get("versions", {})),
             extra={k: v for k, v in raw.items() if k not in known},
         )
+
+
+@dataclass(frozen=True)
+class Outline(Manifest):
+    """A manifest without its files, and what they add up to."""
+
+    size: int = 0
+    own_size: int = 0
+    save_id: str = ""
+
+    def outline(self) -> Outline:
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        raise TypeError("an outline is no manifest: it lacks the files")
+
+
+def outlined(manifests: Mapping[str, Manifest]) -> dict[str, Manifest]:
+    """Manifests by name, each without its files."""
+    return {name: manifest.outline() for name, manifest in manifests.items()}
 
 
 def _plain_name(name: object) -> str:

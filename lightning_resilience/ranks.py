@@ -11,10 +11,13 @@ Two channels, neither of which is the Trainer's:
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
+import resource
 import socket
 import threading
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -30,10 +33,20 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined] 
 from lightning_resilience.errors import ResilienceError
 from lightning_resilience.tiers import BLOCK, LocalTier
 
+log = logging.getLogger("lightning_resilience")
+
 T = TypeVar("T")
+
+CONNECTIONS = 3
+"""Of each rank to the board: for saves, for copies, and one to spare."""
+OTHER_FILES = 1024
+"""That rank 0 has open beside them."""
 
 ABANDON = 2.0
 """Seconds that leaving a group may take where the other ranks do not leave it too."""
+
+TOGETHER = 256
+"""Keys that are read from the board with one request."""
 
 FOREVER = 20 * 86400.0
 """Seconds; a store counts milliseconds in 32 bits."""
@@ -158,6 +171,7 @@ class Ranks:
             return None
         where = None
         if self.rank == 0:
+            _allow_connections(CONNECTIONS * self.world_size)
             self._server = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
             where = (address or os.environ.get("MASTER_ADDR") or socket.gethostname(), self._server.port)
         return self.broadcast(where)
@@ -188,14 +202,13 @@ class Ranks:
             mine.touch()
 
         raise_first(self.gathered(write))
-        seen = self.gathered(lambda: tuple(sorted(int(name) for name in os.listdir(probes))))
-        raise_first(seen)
+        seen: list[int] = []
+        # Who sees what stays where it was found: all of it together grows with the square of the ranks.
+        raise_first(self.gathered(lambda: seen.extend(sorted(int(name) for name in os.listdir(probes)))))
         mine.unlink(missing_ok=True)
         with suppress(OSError):  # another rank's file is still in it; the last one out removes it
             probes.rmdir()
-        answer = seen[self.rank]
-        assert isinstance(answer, tuple)
-        return answer
+        return tuple(seen)
 
     def close(self, abandoned: bool = False) -> None:
         """Leave the group; rank 0 takes the board down.
@@ -250,18 +263,47 @@ class Board:
         Raises:
             TimeoutError: nobody has for ``seconds``.
         """
+        self._await([key], seconds)
+        return pickle.loads(self._store.get(key))
+
+    def wait_all(self, keys: Sequence[str], seconds: float) -> list[Any]:
+        """The values of ``keys``, some hundred a request; see ``wait``."""
+        values: list[Any] = []
+        deadline = time.monotonic() + seconds
+        for start in range(0, len(keys), TOGETHER):
+            some = list(keys[start : start + TOGETHER])
+            self._await(some, deadline - time.monotonic())
+            values += map(pickle.loads, self._store.multi_get(some))
+        return values
+
+    def _await(self, keys: list[str], seconds: float) -> None:
         try:
-            self._store.wait([key], timedelta(seconds=min(max(seconds, 0.001), FOREVER)))
+            self._store.wait(keys, timedelta(seconds=min(max(seconds, 0.001), FOREVER)))
         except dist.DistNetworkError:
             raise
         except (dist.DistStoreError, RuntimeError) as error:
-            raise TimeoutError(f"nobody wrote {key!r} within {seconds:.1f} s") from error
-        return pickle.loads(self._store.get(key))
+            raise TimeoutError(f"nobody wrote {', '.join(keys[:3])} within {seconds:.1f} s") from error
 
     def forget(self, *keys: str) -> None:
         """Delete keys, so that a long run does not fill the store."""
         for key in keys:
             self._store.delete_key(key)
+
+
+def _allow_connections(count: int) -> None:
+    """Let this process have so many connections, beside what else it opens, where the machine lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        if allowed < wanted:
+            log.warning(
+                "event=setup rank=0 reason='%d open files are allowed, %d ranks may need %d' note='raise ulimit -Hn'",
+                allowed,
+                count // CONNECTIONS,
+                wanted,
+            )
 
 
 def attempt(compute: Callable[[], T]) -> T | BaseException:

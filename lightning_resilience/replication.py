@@ -37,8 +37,8 @@ from typing import Any
 from lightning_resilience import store
 from lightning_resilience.engine import Folder
 from lightning_resilience.errors import CheckpointCorrupt, CheckpointNotFound, ResilienceError, TierUnavailable
-from lightning_resilience.manifest import HEALTHY, PARTIAL, FileEntry, Manifest
-from lightning_resilience.ranks import Board, Ranks, attempt, raise_first
+from lightning_resilience.manifest import HEALTHY, PARTIAL, FileEntry, Manifest, Outline, outlined
+from lightning_resilience.ranks import Board, Ranks, attempt
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.retention import Keep, Ranking, judge
 from lightning_resilience.tiers import LocalTier
@@ -196,10 +196,12 @@ class Replicator:
         self._has_offer = False
         self._closed_at = math.inf
         self._current: str | None = None
-        found = ranks.gathered(lambda: self._take_over(tolerant))
-        raise_first(found)
-        cold: Any = found[0]  # rank 0's; None where it does not answer yet
-        self._has_listed = cold is not None
+        found = attempt(lambda: self._take_over(tolerant))
+        told = ranks.broadcast(outlined(found) if isinstance(found, dict) else found)
+        if isinstance(told, BaseException):
+            raise told
+        cold = found if ranks.rank == 0 and isinstance(found, dict) else told
+        self._has_listed = cold is not None  # None where it does not answer yet
         self._known.cold = dict(cold or {})
         self._thread = threading.Thread(target=self._run, name="resilience-replicate", daemon=True)
         self._thread.start()
@@ -366,11 +368,12 @@ class Replicator:
                 self._rest()
                 continue
             number += 1
-            board.put_once(self._key(number), task)
+            board.put_once(self._key(number), replace(task, manifest=task.manifest.outline()))
             outcome = self._copy(board, number, task)
             self._take_note(task, outcome)
             removed = self._retain() if isinstance(outcome, Replicated) else []
-            board.put_once(self._key(number, "end"), (outcome, removed))
+            told = replace(outcome, manifest=outcome.manifest.outline()) if isinstance(outcome, Replicated) else outcome
+            board.put_once(self._key(number, "end"), (told, removed))
             # Who has answered this one has read all of the one before.
             board.forget(*(self._key(number - 1, what) for what in ("", "end", *range(self._ranks.world_size))))
             if not isinstance(outcome, Replicated):
@@ -499,8 +502,14 @@ class Replicator:
         tier, sharing, rank = self._folder.tier, self._folder.sharing, self._ranks.rank
         assert isinstance(tier, LocalTier)
         with self._lock:
-            own = [(name, one) for name, one in self._known.hot.items() if one.is_same_save(task.manifest)]
-        name, manifest = own[0] if own else (task.name, task.manifest)
+            own = [name for name, one in self._known.hot.items() if one.is_same_save(task.manifest)]
+        name = own[0] if own else task.name
+        manifest = task.manifest
+        if isinstance(manifest, Outline):
+            here = attempt(lambda: store.read_manifest(tier, name))
+            if not isinstance(here, Manifest) or not here.is_same_save(manifest):
+                return name, []  # others may have it
+            manifest = here
         files = []
         for index, entry in enumerate(manifest):
             # What a rank saved, that rank sends.  Where it is gone, or that failed, whoever has it beside it.

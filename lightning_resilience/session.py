@@ -34,7 +34,7 @@ from lightning_resilience.errors import (
     SaveFailed,
     SetupError,
 )
-from lightning_resilience.manifest import MANIFEST, PINNED, WEIGHTS_ONLY, Manifest
+from lightning_resilience.manifest import MANIFEST, PINNED, WEIGHTS_ONLY, Manifest, outlined
 from lightning_resilience.objects import Stat, shown
 from lightning_resilience.preemption import Preempted, Preemption, slurm_end
 from lightning_resilience.ranks import Ranks, attempt, raise_first
@@ -699,11 +699,11 @@ def log_save(save: Save) -> None:
 
 
 def manifests_in(folder: Folder, ranks: Ranks) -> dict[str, Manifest]:
-    """The committed checkpoints of a folder as its leader lists them, on all ranks.  Collective."""
-    answers = ranks.all_gather(
-        attempt(lambda: store.list_checkpoints(folder.tier).committed) if ranks.rank == folder.sharing[0] else None
-    )
+    """The committed checkpoints of a folder as its leader lists them, on all ranks; without their files but on rank 0,
+    as after a save.  Collective."""
+    found = attempt(lambda: store.list_checkpoints(folder.tier).committed) if ranks.rank == folder.sharing[0] else None
+    answers = ranks.all_gather(outlined(found) if isinstance(found, dict) else found)
     raise_first([answer for answer in answers if answer is not None])
-    listing = answers[folder.sharing[0]]
+    listing: Any = found if ranks.rank == 0 else answers[folder.sharing[0]]
     assert isinstance(listing, dict)
     return listing

@@ -210,14 +210,18 @@ def free_name(name: str, is_taken: Callable[[str], bool]) -> str:
     return candidate
 
 
-def commit(tier: WritableTier, partial: str, name: str, manifest: Manifest, *, replace: bool = False) -> None:
-    """Turn the folder ``partial``, whose files are durable, into checkpoint ``name``: manifest last, one rename.
+def commit(tier: WritableTier, partial: str, name: str, manifest: Manifest | bytes, *, replace: bool = False) -> None:
+    """Turn the folder ``partial``, whose files are durable, into checkpoint ``name``: manifest (or its content, as
+    another folder has it) last, one rename.
 
     Raises:
         TierUnavailable: behind a URL, a file is not there.
     """
     points.reach("commit.begin")
-    tier.seal(partial, manifest)
+    if isinstance(manifest, bytes):
+        tier.put_manifest(partial, manifest)
+    else:
+        tier.seal(partial, manifest)
     points.reach("commit.manifest")
     tier.publish(partial, name, replace=replace)
     points.reach("commit.end")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_resilience.errors import ResilienceError, SaveFailed
-from lightning_resilience.manifest import FileEntry, Manifest
+from lightning_resilience.manifest import META, METADATA, FileEntry, Manifest, Outline
 from lightning_resilience.ranks import Board, Ranks, portable
 
 
@@ -33,16 +34,17 @@ class Verdict:
         board: a connection of this thread's own.
         prefix: of the keys of this save.
         ranks: who takes part.
-        leads: whether this rank commits a folder.
+        leaders: which ranks commit a folder.
         timeout: seconds until the save is dropped.
     """
 
-    def __init__(self, board: Board, prefix: str, ranks: Ranks, leads: bool, timeout: float) -> None:
+    def __init__(self, board: Board, prefix: str, ranks: Ranks, leaders: Sequence[int], timeout: float) -> None:
         self._board = board
         self._prefix = prefix
         self._rank = ranks.rank
         self._world_size = ranks.world_size
-        self._leads = leads
+        self._leaders = leaders
+        self._leads = ranks.rank in leaders
         self._reported = False
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
@@ -97,16 +99,28 @@ class Verdict:
             if isinstance(stands, BaseException):
                 raise stands from error
 
-    def reported(self, rank: int) -> Report:
-        report: Report = self._wait("files", rank)
-        return report
+    def reports(self) -> list[Report]:
+        """What the ranks reported, once all have."""
+        keys = [self._key("files", rank) for rank in range(self._world_size)]
+        return self._board.wait_all(keys, self._deadline - time.monotonic())
 
-    def hand_over(self, manifest: Manifest, files: dict[str, bytes]) -> None:
-        self._put((manifest, files), "copies")
+    def hand_over(self, manifest: Manifest, files: Mapping[str, bytes]) -> None:
+        """As rank 0: what the other leaders put into their folders too."""
+        for file, content in files.items():
+            self._put(content, "copy", file)
+        metadata = manifest.file(METADATA)
+        self._put((manifest.to_bytes(), metadata.xxh3_128 if metadata is not None else ""), "copies")
 
-    def take_over(self) -> tuple[Manifest, dict[str, bytes]]:
-        manifest, files = self._wait("copies")
-        return manifest, files
+    def take_over(self) -> tuple[bytes, str]:
+        """The content of the manifest, which is as long as there are ranks and not parsed for nothing, and the digest
+        of ``.metadata``."""
+        content, metadata = self._wait("copies")
+        return content, metadata
+
+    def copy(self, file: str) -> bytes:
+        """One of the files that were handed over."""
+        content: bytes = self._wait("copy", file)
+        return content
 
     def folder_done(self) -> None:
         self._put(True, "folder", self._rank)
@@ -115,11 +129,11 @@ class Verdict:
         self._wait("folder", rank)
 
     def commit(self, manifest: Manifest) -> None:
-        self._put(manifest, "committed")
+        self._put(manifest.outline(), "committed")
 
-    def wait_commit(self) -> Manifest:
-        manifest: Manifest = self._wait("committed", deadline=math.inf)
-        return manifest
+    def wait_commit(self) -> Outline:
+        outline: Outline = self._wait("committed", deadline=math.inf)
+        return outline
 
     def fail(self, stage: str, error: BaseException) -> tuple[BaseException, bool]:
         """Drop the save on all ranks, as far as this rank has a say in it still.
@@ -133,7 +147,7 @@ class Verdict:
             error = self._signed(stage, error)
         try:
             stands = self._put(error, "reports")
-            of_folder = self._put(error, "folder", self._rank)
+            of_folder = self._put(error, "folder", self._rank) if self._leads else None
             for key in ("name", "copies", "committed") if self._rank == 0 else ():
                 self._put(error, key)
         except Exception:
@@ -150,9 +164,12 @@ class Verdict:
 
     def clear(self) -> None:
         """Take everything off the board; nobody asks for it any more."""
-        of_ranks = [self._key(what, rank) for what in ("files", "folder") for rank in range(self._world_size)]
+        of_ranks = [self._key("files", rank) for rank in range(self._world_size)]
+        of_leaders = [self._key("folder", rank) for rank in self._leaders]
+        copies = [self._key("copy", file) for file in (META, METADATA)] if len(self._leaders) > 1 else []
+        single = map(self._key, ("name", "count", "reports", "copies", "committed"))
         with suppress(Exception):
-            self._board.forget(*of_ranks, *map(self._key, ("name", "count", "reports", "copies", "committed")))
+            self._board.forget(*of_ranks, *of_leaders, *copies, *single)
 
 
 def describe(error: BaseException) -> str:

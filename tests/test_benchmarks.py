@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks import scale
+
 BENCHMARK = Path(__file__).parent / "benchmarks" / "run.py"
 
 
@@ -17,3 +19,9 @@ def test_the_benchmark_runs_and_restores_what_it_saved(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     assert "| lightning_resilience " in result.stdout
     assert json.loads((tmp_path / "result.json").read_text())
+
+
+def test_what_a_rank_tells_and_hears_for_a_commit_does_not_grow_with_the_number_of_ranks() -> None:
+    few, many = scale.measure(16, node=4), scale.measure(256, node=4)
+    assert many["requests_of_a_rank"] == few["requests_of_a_rank"]
+    assert many["bytes_of_a_rank"] < 1.1 * few["bytes_of_a_rank"]
