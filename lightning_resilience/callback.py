@@ -354,6 +354,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         if self._storage_options is not None:
             session.storage_options.append(self._storage_options)
         tier = self._tier(self.dirpath)
+        session.remember(tier)
         cold = RemoteTier(self.remote, self._storage_options) if self.remote is not None else None
         if stage == "fit":
             self._open(session, tier, cold)
