@@ -37,8 +37,8 @@ log = logging.getLogger("lightning_resilience")
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where checkpoints are looked for: a local folder, which ranks share it, the cold tier behind it, and the memory of
-    this node before it.
+    """Where checkpoints are looked for: a local folder, which ranks share it, the cold tier behind it, and the memory
+    of this node before it.
 
     Args:
         tier: the folder.
@@ -329,9 +329,7 @@ def verify_together(
             mine &= set().union(*(needed[rank] for rank in place.sharing))  # type: ignore[arg-type]
         fetched += _bring(ranks, place, source, found, mine)
         raise_first(ranks.gathered(lambda: spot.finish(tier) if leads else None))
-    return replace(
-        source, name=spot.name, fetched=sum(ranks.all_gather(fetched)), **_origins(manifest, recalled, found)
-    )
+    return replace(source, name=spot.name, fetched=sum(ranks.all_gather(fetched)), **found.origins(manifest))
 
 
 @dataclass(frozen=True)
@@ -403,23 +401,24 @@ def _recall(ranks: Ranks, tier: MemoryTier | None, manifest: Manifest) -> list[M
     return [of_nodes[node] for node, _ in everyone]
 
 
-def _origins(manifest: Manifest, recalled: Sequence[Mapping[str, Path]], found: _Found) -> dict[str, Any]:
-    """What a ``Source`` says of where its files are read."""
-    covered = {file for file in manifest.paths if all(file in files for files in recalled)}
-    shards = [entry for entry in manifest if entry.path.endswith(SHARD)]
-    writers = {entry.rank for entry in shards}
-    elsewhere = {entry.rank for entry in shards if entry.path not in covered}
-    hot = manifest.paths - covered - found.lost.keys()
-    return {"shards_in_memory": (len(writers - elsewhere), len(writers)), "from_folder": bool(hot)}
-
-
 @dataclass
 class _Found:
     """Where the files of a checkpoint are: of each, a rank ``holding`` it whole, in its folder or in memory, and the
-    folders (by the rank of their leader) that are ``lacking`` it, and why."""
+    folders (by the rank of their leader) that are ``lacking`` it, and why; and which are read ``in_memory``, which in a
+    folder."""
 
     holding: dict[str, int] = field(default_factory=dict)
     lacking: dict[str, dict[int, str]] = field(default_factory=dict)
+    in_memory: set[str] = field(default_factory=set)
+    in_folders: set[str] = field(default_factory=set)
+
+    def origins(self, manifest: Manifest) -> dict[str, Any]:
+        """What a ``Source`` says of where its files are read."""
+        shards = [entry for entry in manifest if entry.path.endswith(SHARD)]
+        writers = {entry.rank for entry in shards}
+        elsewhere = {entry.rank for entry in shards if entry.path not in self.in_memory - self.in_folders}
+        numbers = len(writers - elsewhere), len(writers)
+        return {"shards_in_memory": numbers, "from_folder": bool(self.in_folders)}
 
     @property
     def lost(self) -> dict[str, str]:
@@ -435,8 +434,11 @@ def _look(ranks: Ranks, place: Place, source: Source, recalled: Sequence[Mapping
     assert source.manifest is not None
     mine = source.manifest.files[place.sharing.index(ranks.rank) :: len(place.sharing)]
 
+    def is_recalled(file: str, sharing: Sequence[int]) -> bool:
+        return all(file in recalled[rank] for rank in sharing)
+
     def problem_of(entry: FileEntry) -> str | None:
-        if not all(entry.path in recalled[rank] for rank in place.sharing):
+        if not is_recalled(entry.path, place.sharing):
             return store.content_problem(source.tier, source.name, entry)
         return None if place.passing else store.size_problem(source.tier, source.name, entry)
 
@@ -446,13 +448,16 @@ def _look(ranks: Ranks, place: Place, source: Source, recalled: Sequence[Mapping
     for rank, files in enumerate(recalled):
         for file in files:
             found.holding.setdefault(file, rank)
-    for leader, findings in zip(ranks.all_gather(place.sharing[0]), checked, strict=True):
+            found.in_memory.add(file)
+    for sharing, findings in zip(ranks.all_gather(place.sharing), checked, strict=True):
         assert isinstance(findings, dict)
         for file, problem in findings.items():
-            if problem is None:
-                found.holding.setdefault(file, leader)
-            else:
-                found.lacking.setdefault(file, {})[leader] = problem
+            if problem is not None:
+                found.lacking.setdefault(file, {})[sharing[0]] = problem
+                continue
+            found.holding.setdefault(file, sharing[0])
+            if not is_recalled(file, sharing):
+                found.in_folders.add(file)
     return found
 
 
