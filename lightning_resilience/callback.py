@@ -103,7 +103,8 @@ class ResilientCheckpoint(ModelCheckpoint):
         loss_key: name of the loss that the schedule goes by in what ``training_step`` returns.
         keep: what is retained; the newest 3 by default.
         memory: where state is staged: ``"auto"`` (tmpfs if it has room), ``False`` (anonymous memory) or a folder on
-            tmpfs.
+            tmpfs.  On tmpfs a killed process leaves it to the next start of its run on that node, which reads its
+            shards there.
         on_save_error: ``"warn"`` goes on training and tries again at the next save, ``"raise"`` stops at the first
             failure.
         max_failures: failed saves in a row after which training stops whatever ``on_save_error`` says.

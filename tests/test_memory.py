@@ -15,7 +15,7 @@ from typing import Any
 
 import lightning as L
 import pytest
-from torch.utils.data import DataLoader
+from lightning.pytorch.loggers import CSVLogger
 
 from forks import run_fork, run_forks, start_forks
 from lightning_resilience import Keep, memory, slots
@@ -195,6 +195,31 @@ def train_url_and_die(root: Path, folder: Path, url: str) -> None:
 def live_on_url(root: Path, folder: Path, url: str) -> tuple[int | None, str]:
     began, heard = fit_url(root, folder, url, resume="last")
     return began, heard.tiers()
+
+
+def fit_numbered(root: Path, folder: Path, resume: str | None = None) -> tuple[int | None, Listening]:
+    """Under a logger that gives each life a folder of its own."""
+    heard = Listening()
+    checkpoint = Witness(root, 2, dirpath=None, keep=Keep(last=-1), memory=str(folder), filename="{step}")
+    fit(root, settle(), checkpoint, steps=STEPS, resume=resume, logger=CSVLogger(root))
+    return checkpoint.began, heard
+
+
+def train_numbered_and_die(root: Path, folder: Path) -> None:
+    at("commit.end", die, nth=2)
+    fit_numbered(root, folder)
+
+
+def live_on_numbered(root: Path, folder: Path) -> tuple[int | None, str]:
+    began, heard = fit_numbered(root, folder, "last")
+    return began, heard.tiers()
+
+
+def test_a_run_whose_logger_numbers_its_lives_finds_what_the_one_before_left(tmp_path: Path, tmpfs: Path) -> None:
+    with start_forks(train_numbered_and_die, tmp_path, tmpfs, world_size=1) as life:
+        assert life.wait() == [-signal.SIGKILL], life.log(0)
+    assert run_fork(live_on_numbered, tmp_path, tmpfs) == (COMMITTED, "tier=memory memory=1/1")
+    assert list(tmpfs.iterdir()) == []
 
 
 @pytest.mark.ranks
@@ -434,30 +459,6 @@ def test_where_there_is_no_room_left_what_dead_runs_left_goes_at_once(tmp_path: 
     assert len(slots_in(tmpfs)) == 2
     damage(tmp_path / "b")
     assert run_fork(live_on, tmp_path / "b", tmpfs)[1] == "tier=memory memory=1/1"
-
-
-def train_with_workers(root: Path, folder: Path) -> None:
-    at("commit.end", die, nth=2)
-    model = TinyModel()
-    loader = DataLoader(data(64).dataset, batch_size=4, num_workers=2, persistent_workers=True)
-    model.train_dataloader = lambda: loader  # type: ignore[method-assign]
-    fit_with_own_data(root, folder, model)
-
-
-def fit_with_own_data(root: Path, folder: Path, model: TinyModel) -> None:
-    from support import make_trainer
-
-    make_trainer(root, settle(), witness(root, folder), max_steps=STEPS, max_epochs=-1).fit(model)
-
-
-def test_loader_workers_that_outlive_the_killed_process_do_not_keep_its_memory_from_the_next(
-    tmp_path: Path, tmpfs: Path
-) -> None:
-    with start_forks(train_with_workers, tmp_path, tmpfs, world_size=1) as life:
-        assert life.wait() == [-signal.SIGKILL], life.log(0)
-        damage(tmp_path)
-        began, tiers, *_ = run_fork(live_on, tmp_path, tmpfs)  # long before they notice
-    assert (began, tiers) == (COMMITTED, "tier=memory memory=1/1")
 
 
 # -- torchrun ---------------------------------------------------------------------------------------------------------
