@@ -276,22 +276,24 @@ class Session:
                 otherwise all are taken to.
         """
         cold = tier if isinstance(tier, RemoteTier) else cold
-        memory = self.memory
         if isinstance(tier, RemoteTier):
-            place = Place(*self._scratch(), cold, memory, passing=True)
-        elif (folder := self.folders.get(tier.where())) is not None:
-            place = Place(tier, folder.sharing, cold, memory)
-        elif find_out and self.ranks.world_size > 1:
-            sharing = attempt(lambda: self.ranks.sharing(tier))  # fails on all ranks or on none
-            if not isinstance(sharing, tuple):
-                sharing = tuple(range(self.ranks.world_size))
-            place = Place(tier, sharing, cold, memory)
+            place = Place(*self._scratch(), cold, self.memory, passing=True)
         else:
-            place = Place(tier, tuple(range(self.ranks.world_size)), cold, memory)
+            place = Place(tier, self._sharing(tier, find_out), cold, self.memory)
         self.places[tier.where()] = place
         if cold is not None:
             self.places[cold.where()] = place
         return place
+
+    def _sharing(self, tier: LocalTier, find_out: bool) -> tuple[int, ...]:
+        """The ranks that share a folder; see ``place``."""
+        if (folder := self.folders.get(tier.where())) is not None:
+            return folder.sharing
+        if find_out and self.ranks.world_size > 1:
+            sharing = attempt(lambda: self.ranks.sharing(tier))  # fails on all ranks or on none
+            if isinstance(sharing, tuple):
+                return sharing
+        return tuple(range(self.ranks.world_size))
 
     def remember(self, tier: LocalTier | RemoteTier) -> None:
         """Read what a killed process of the run whose folder is ``tier`` left in memory, and let the first such run be
