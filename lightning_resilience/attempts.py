@@ -23,6 +23,14 @@ ATTEMPTS = ".attempts.json"
 """Name of the file: a JSON object with the number of starts by checkpoint name."""
 
 
+def restarts_left() -> bool:
+    """Whether the launcher of this process starts it again on this machine if it fails."""
+    try:
+        return int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < int(os.environ["TORCHELASTIC_MAX_RESTARTS"])
+    except (KeyError, ValueError):
+        return False
+
+
 class Attempts:
     """The starts from the checkpoints of one folder; kept by rank 0.
 

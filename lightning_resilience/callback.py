@@ -115,7 +115,8 @@ class ResilientCheckpoint(ModelCheckpoint):
         loss_key: name of the loss that the schedule goes by in what ``training_step`` returns.
         keep: what is retained; the newest 3 by default.
         memory: where state is staged: ``"auto"`` (tmpfs if it has room), ``False`` (anonymous memory) or a folder on
-            tmpfs.
+            tmpfs.  On tmpfs a killed process leaves it to the next start of its run on that node, which reads its
+            shards there.
         on_save_error: ``"warn"`` goes on training and tries again at the next save, ``"raise"`` stops at the first
             failure.
         max_failures: failed saves in a row after which training stops whatever ``on_save_error`` says.
@@ -366,6 +367,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         if self._storage_options is not None:
             session.storage_options.append(self._storage_options)
         tier = self._tier(self.dirpath)
+        session.remember(tier)
         cold = RemoteTier(self.remote, self._storage_options) if self.remote is not None else None
         if stage == "fit":
             self._open(session, tier, cold)

@@ -38,6 +38,7 @@ from lightning_resilience.manifest import (
     METADATA,
     PARTIAL,
     REMOVED,
+    SHARD,
     WEIGHTS_ONLY,
     FileEntry,
     Manifest,
@@ -509,7 +510,7 @@ def show(options: argparse.Namespace) -> Document:
 def _holds(manifest: Manifest) -> list[str]:
     """What is in a checkpoint, judged by the names of its files."""
     names = [entry.path for entry in manifest]
-    shards = [entry for entry in manifest if entry.path.endswith(".distcp")]
+    shards = [entry for entry in manifest if entry.path.endswith(SHARD)]
     ranks = [name for name in names if name.startswith("rank_")]
     weights_only = WEIGHTS_ONLY in manifest.labels
     parts = {

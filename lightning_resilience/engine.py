@@ -198,6 +198,7 @@ class _Job:
     replace: bool
     files: dict[str, Any] = field(default_factory=dict)
     parameters: list[tuple[str, Tensor]] = field(default_factory=list)
+    slot: Slot | None = None
     error: BaseException | None = None
     dropped: bool = False
 
@@ -205,6 +206,7 @@ class _Job:
         """Refer to no slot any more."""
         self.files.clear()
         self.parameters.clear()
+        self.slot = None
 
 
 class Engine:
@@ -265,6 +267,10 @@ class Engine:
         folder = Folder(tier, sharing, leaders, keep, ranking, link, remote_keep)
         raise_first(self.ranks.gathered(lambda: self._take_over(folder)))
         return folder
+
+    def belong_to(self, run: str) -> None:
+        """Let what a kill leaves in memory be found by the next start of a run; see ``SlotMemory.belong_to``."""
+        self._memory.belong_to(run)
 
     def protect(self, folder: Folder, names: Callable[[], Collection[str]]) -> None:
         """Ask ``names`` before each removal from a folder what must stay there, whatever its rule says."""
@@ -360,6 +366,7 @@ class Engine:
         slot.fill(prepared.flat, prepared.objects or dump_objects(self._plan.layout, prepared.flat) or {})
         job.save.stage = time.perf_counter() - begin
         rank = self.ranks.rank
+        job.slot = slot
         job.parameters = slot.tensors(self._plan.trained)
         job.files |= {file: slot.view()[where] for file, where in self._plan.layout.files(rank).items()}
         job.files[rank_file(rank)] = snapshot.rank_state
@@ -445,9 +452,9 @@ class Engine:
         late = self.busy and save is not None and time.perf_counter() - save.began > self.timeout + OVERDUE
         return save if late else None
 
-    def close(self, seconds: float | None = None) -> None:
-        """End the background work and give all memory back.  Not collective: rank 0 may leave only when all are
-        done."""
+    def close(self, seconds: float | None = None, *, keep_memory: bool = False) -> None:
+        """End the background work and give all memory back, or let the process after this one find it.  Not
+        collective: rank 0 may leave only when all are done."""
         done = self.drain(self.timeout if seconds is None else seconds)
         if not done:
             log.warning("event=close reason='left while a save was under way; it is dropped'")
@@ -456,12 +463,12 @@ class Engine:
             if done:
                 self._thread.join(timeout=30)
             self._thread = None
-        self._drop_plan()
-        self._memory.close()
+        self._drop_plan(keep_memory)
+        self._memory.close(keep=keep_memory)
 
-    def _drop_plan(self) -> None:
+    def _drop_plan(self, keep_memory: bool = False) -> None:
         if self._plan is not None:
-            _close(self._plan.slots)
+            _close(self._plan.slots, keep_memory)
             self._plan = None
 
     # -- the background thread ----------------------------------------------------------------------------------------
@@ -564,6 +571,8 @@ class Engine:
             unsound = pool.submit(first_not_finite, job.parameters)
             written = [tier.write(partial, file, data, self.ranks.rank) for file, data in job.files.items()]
             tier.sync(partial)
+        if job.slot is not None:
+            job.slot.note(written, job.files)
         points.reach("persist.end")
         return Report(written, unsound.result())
 
@@ -629,9 +638,9 @@ def _share_out_or_raise(plans: list[Any]) -> GlobalPlan:
     return share_out(plans)
 
 
-def _close(slots: list[Slot]) -> None:
+def _close(slots: list[Slot], keep: bool = False) -> None:
     for slot in slots:
-        slot.close()
+        slot.close(keep=keep)
 
 
 def _as_save_failed(error: BaseException, step: int, rank: int) -> SaveFailed:

@@ -74,6 +74,7 @@ from lightning_resilience.errors import CheckpointCorrupt, CheckpointIncompatibl
 FORMAT = 1
 EXTENSION = ".ckpt"
 MANIFEST = "manifest.json"
+SHARD = ".distcp"
 METADATA = ".metadata"
 META = "meta.pt"
 PARTIAL = ".partial-"
@@ -94,7 +95,7 @@ def rank_file(rank: int) -> str:
 
 def shard_file(rank: int, part: int = 0) -> str:
     """Name of one rank's shard file; with ``part`` 1 of what all ranks read."""
-    return f"__{rank}_{part}.distcp"
+    return f"__{rank}_{part}{SHARD}"
 
 
 def digest(data: bytes | memoryview) -> str:

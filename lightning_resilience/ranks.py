@@ -149,7 +149,8 @@ class Ranks:
                 block = torch.empty(min(BLOCK, size - start), dtype=torch.uint8)
                 if reader is not None:
                     reader.readinto(block.numpy().data)
-                dist.broadcast(block, src=source, group=self._group)
+                if self._group is not None:
+                    dist.broadcast(block, src=source, group=self._group)
                 try:
                     if writer is not None and failed is None:
                         writer.write(block.numpy().data)

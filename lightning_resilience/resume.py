@@ -1,8 +1,9 @@
 """A resume: which checkpoint, decided by all ranks together.
 
 Every rank looks at what it can see, the findings are gathered, and all come to the same answer: the newest checkpoint
-of which every file is somewhere, whole, by size and digest.  Nothing is unpickled before that.  What a folder lacks is
-then brought to it: where folders are node-local, from a node that has it, and otherwise from the cold tier.
+of which every file is somewhere, whole, by size and digest.  Nothing is unpickled before that.  What a killed process
+left in the memory of a node is read there.  What a folder lacks is brought to it: from memory, where folders are
+node-local from a node that has it, and otherwise from the cold tier.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from lightning_resilience import store
+from lightning_resilience import memory, store
 from lightning_resilience.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,
@@ -24,7 +26,8 @@ from lightning_resilience.errors import (
     TierDenied,
     TierUnavailable,
 )
-from lightning_resilience.manifest import MANIFEST, META, METADATA, PARTIAL, FileEntry, Manifest
+from lightning_resilience.manifest import MANIFEST, META, METADATA, PARTIAL, SHARD, FileEntry, Manifest
+from lightning_resilience.memory import MemoryTier
 from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.tiers import FETCHED, LocalTier
@@ -34,11 +37,22 @@ log = logging.getLogger("lightning_resilience")
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where checkpoints are looked for: a local folder, which ranks share it, and the cold tier behind it."""
+    """Where checkpoints are looked for: a local folder, which ranks share it, the cold tier behind it, and the memory
+    of this node before it.
+
+    Args:
+        tier: the folder.
+        sharing: ranks that share it.
+        cold: what is behind it.
+        memory: what is before it; None for all ranks or for none.
+        passing: whether the folder is only there for what is fetched, as long as that is read.
+    """
 
     tier: LocalTier
     sharing: tuple[int, ...]
     cold: RemoteTier | None = None
+    memory: MemoryTier | None = None
+    passing: bool = False
 
     @classmethod
     def shared(cls, ranks: Ranks, tier: LocalTier, cold: RemoteTier | None = None) -> Place:
@@ -57,13 +71,23 @@ class Source:
     """Bytes that had to be fetched from the cold tier."""
     copies: tuple[str, ...] = ()
     """What its copies in the cold tier are called."""
+    in_memory: Mapping[str, Path] = field(default_factory=dict)
+    """Where the files are that this node's memory has whole."""
+    shards_in_memory: tuple[int, int] = (0, 0)
+    """Of how many of the ranks that wrote it the shards are read in memory, and how many there are."""
+    from_folder: bool = True
+    """Whether any file is read in a folder that was not fetched for it."""
 
     @property
     def path(self) -> Path:
         return self.tier.path(self.name)
 
     def locate(self, file: str) -> Path:
-        """Path of one of its files."""
+        """Path of one of its files, to read it."""
+        return self.in_memory.get(file) or self.home(file)
+
+    def home(self, file: str) -> Path:
+        """Path of one of its files in the folder."""
         entry = self.manifest.file(file) if self.manifest is not None else None
         return self.tier.path(store.holder(self.name, entry) if entry is not None else self.name, file)
 
@@ -289,8 +313,9 @@ def verify_together(
     raise_first(spots)
     spot = spots[place.sharing[0]]
     assert isinstance(spot, _Spot)
-    source = Source(tier, spot.work, spot.manifest, copies=tuple(copies or ()))
-    found = _look(ranks, place, source)
+    recalled = _recall(ranks, place.memory, manifest)
+    source = Source(tier, spot.work, spot.manifest, copies=tuple(copies or ()), in_memory=recalled[ranks.rank])
+    found = _look(ranks, place, source, recalled)
     if (lost := found.lost) and not copies:
         raise CheckpointCorrupt(f"{name} is damaged: {'; '.join(lost.values())}.", problems=tuple(lost.values()))
     with ExitStack() as held:
@@ -304,7 +329,7 @@ def verify_together(
             mine &= set().union(*(needed[rank] for rank in place.sharing))  # type: ignore[arg-type]
         fetched += _bring(ranks, place, source, found, mine)
         raise_first(ranks.gathered(lambda: spot.finish(tier) if leads else None))
-    return replace(source, name=spot.name, fetched=sum(ranks.all_gather(fetched)))
+    return replace(source, name=spot.name, fetched=sum(ranks.all_gather(fetched)), **found.origins(manifest))
 
 
 @dataclass(frozen=True)
@@ -354,36 +379,85 @@ def _spot(tier: LocalTier, name: str, manifest: Manifest) -> _Spot:
     return _Spot(free, f"{free}{PARTIAL}{uuid.uuid4().hex[:12]}-0", alone)
 
 
+def _recall(ranks: Ranks, tier: MemoryTier | None, manifest: Manifest) -> list[Mapping[str, Path]]:
+    """Where each rank finds files of a checkpoint, whole, in the memory of its node; read by one of its ranks each.
+    Collective."""
+    if tier is None:
+        return [{}] * ranks.world_size
+    claims = tier.claims(manifest)
+    everyone = ranks.all_gather((tier.node, frozenset(claims)))
+    if not any(files for _, files in everyone):
+        return [{}] * ranks.world_size
+    neighbours = [rank for rank, (node, _) in enumerate(everyone) if node == tier.node]
+    mine = {}
+    for entry in manifest:
+        able = [rank for rank in neighbours if entry.path in everyone[rank][1]]
+        if able and able[entry.rank % len(able)] == ranks.rank:
+            mine[entry.path] = memory.whole(entry, claims[entry.path])
+    checked = ranks.all_gather({file: path for file, path in mine.items() if path is not None})
+    of_nodes: dict[tuple[object, ...], dict[str, Path]] = {}
+    for (node, _), files in zip(everyone, checked, strict=True):
+        of_nodes.setdefault(node, {}).update(files)
+    return [of_nodes[node] for node, _ in everyone]
+
+
 @dataclass
 class _Found:
-    """Where the files of a checkpoint are: of each, the ``holding`` folder (by the rank of its leader) that has it
-    whole, and the folders that are ``lacking`` it, and why."""
+    """Where the files of a checkpoint are: of each, a rank ``holding`` it whole, in its folder or in memory, and the
+    folders (by the rank of their leader) that are ``lacking`` it, and why; and which are read ``in_memory``, which in a
+    folder."""
 
     holding: dict[str, int] = field(default_factory=dict)
     lacking: dict[str, dict[int, str]] = field(default_factory=dict)
+    in_memory: set[str] = field(default_factory=set)
+    in_folders: set[str] = field(default_factory=set)
+
+    def origins(self, manifest: Manifest) -> dict[str, Any]:
+        """What a ``Source`` says of where its files are read."""
+        shards = [entry for entry in manifest if entry.path.endswith(SHARD)]
+        writers = {entry.rank for entry in shards}
+        elsewhere = {entry.rank for entry in shards if entry.path not in self.in_memory - self.in_folders}
+        numbers = len(writers - elsewhere), len(writers)
+        return {"shards_in_memory": numbers, "from_folder": bool(self.in_folders)}
 
     @property
     def lost(self) -> dict[str, str]:
-        """The files that no folder has, and why not."""
+        """The files that nobody has, and why not."""
         return {file: next(iter(why.values())) for file, why in self.lacking.items() if file not in self.holding}
 
 
-def _look(ranks: Ranks, place: Place, source: Source) -> _Found:
-    """Check the files of a checkpoint in every folder, shared out over the ranks that share it.  Collective."""
+def _look(ranks: Ranks, place: Place, source: Source, recalled: Sequence[Mapping[str, Path]]) -> _Found:
+    """Check the files of a checkpoint in every folder, shared out over the ranks that share it.  Collective.
+
+    What all of them read in memory is not read in the folder, which must have it all the same: memory goes.
+    """
     assert source.manifest is not None
     mine = source.manifest.files[place.sharing.index(ranks.rank) :: len(place.sharing)]
-    checked = ranks.gathered(
-        lambda: {entry.path: store.content_problem(source.tier, source.name, entry) for entry in mine}
-    )
+
+    def is_recalled(file: str, sharing: Sequence[int]) -> bool:
+        return all(file in recalled[rank] for rank in sharing)
+
+    def problem_of(entry: FileEntry) -> str | None:
+        if not is_recalled(entry.path, place.sharing):
+            return store.content_problem(source.tier, source.name, entry)
+        return None if place.passing else store.size_problem(source.tier, source.name, entry)
+
+    checked = ranks.gathered(lambda: {entry.path: problem_of(entry) for entry in mine})
     raise_first(checked)
     found = _Found()
-    for leader, findings in zip(ranks.all_gather(place.sharing[0]), checked, strict=True):
+    for rank, files in enumerate(recalled):
+        for file in files:
+            found.holding.setdefault(file, rank)
+            found.in_memory.add(file)
+    for sharing, findings in zip(ranks.all_gather(place.sharing), checked, strict=True):
         assert isinstance(findings, dict)
         for file, problem in findings.items():
-            if problem is None:
-                found.holding.setdefault(file, leader)
-            else:
-                found.lacking.setdefault(file, {})[leader] = problem
+            if problem is not None:
+                found.lacking.setdefault(file, {})[sharing[0]] = problem
+                continue
+            found.holding.setdefault(file, sharing[0])
+            if not is_recalled(file, sharing):
+                found.in_folders.add(file)
     return found
 
 
@@ -418,7 +492,7 @@ def _fetch(ranks: Ranks, place: Place, source: Source, entries: Sequence[FileEnt
 
     def fetch_mine() -> None:
         for entry in mine:
-            target = source.locate(entry.path)
+            target = source.home(entry.path)
             target.parent.mkdir(parents=True, exist_ok=True)
             sink = target.with_name(f".{entry.path}{FETCHED}{uuid.uuid4().hex[:12]}")
             try:
@@ -449,14 +523,14 @@ def _fetch_one(cold: RemoteTier, copies: Sequence[str], entry: FileEntry, sink: 
 
 
 def _copy(ranks: Ranks, source: Source, file: str, giver: int, sinks: set[int]) -> None:
-    """Bring a file to the folders that lack it, from the leader of one that has it."""
-    target = source.locate(file)
+    """Bring a file to the folders that lack it, from a rank that has it."""
+    target = source.home(file)
     sink = None
     if ranks.rank in sinks:
         target.parent.mkdir(parents=True, exist_ok=True)
         sink = target.with_name(f".{file}{FETCHED}{uuid.uuid4().hex[:12]}")
     try:
-        ranks.copy_file(giver, target, sink)
+        ranks.copy_file(giver, source.locate(file), sink)
         raise_first(ranks.gathered(lambda: _take_in(source, file, sink)))
     finally:
         if sink is not None:
@@ -469,7 +543,7 @@ def _take_in(source: Source, file: str, sink: Path | None) -> None:
     """Put a copied file in its place, if it is what the manifest says."""
     if sink is None:
         return
-    target, entry = source.locate(file), source.manifest.file(file) if source.manifest is not None else None
+    target, entry = source.home(file), source.manifest.file(file) if source.manifest is not None else None
     assert entry is not None
     if source.tier.digest(target.parent.name, sink.name) != entry.xxh3_128:
         raise CheckpointCorrupt(f"{file} was damaged on its way here.", problems=(f"{file}: bad copy",))

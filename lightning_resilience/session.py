@@ -21,8 +21,9 @@ import torch
 from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_resilience import logged, run_state, scratch, store, trainer_state
-from lightning_resilience.attempts import Attempts, crash_loop, tried_in_vain
+from lightning_resilience import logged, run_state, scratch, slots, store, trainer_state
+from lightning_resilience.arguments import identity
+from lightning_resilience.attempts import Attempts, crash_loop, restarts_left, tried_in_vain
 from lightning_resilience.data import DataPosition
 from lightning_resilience.doorway import Doorway
 from lightning_resilience.engine import OVERDUE, Engine, Facts, Folder, Save, Snapshot
@@ -35,6 +36,7 @@ from lightning_resilience.errors import (
     SetupError,
 )
 from lightning_resilience.manifest import MANIFEST, PINNED, WEIGHTS_ONLY, Manifest, outlined
+from lightning_resilience.memory import MemoryTier
 from lightning_resilience.objects import Stat, shown
 from lightning_resilience.preemption import Preempted, Preemption, slurm_end
 from lightning_resilience.ranks import Ranks, attempt, raise_first
@@ -75,6 +77,8 @@ class Session:
             address=getattr(getattr(trainer.strategy, "cluster_environment", None), "main_address", None),
         )
         self.engine = Engine(self.ranks, memory=memory, timeout=timeout)
+        self.memory = MemoryTier(slots.check_memory(memory))
+        """What killed processes of this run left on this node."""
         self.folders: dict[str, Folder] = {}
         self.resume_last: list[tuple[Place, list[str]]] = []
         """Where to look for ``ckpt_path="last"``, filled by callbacks that were asked for it: a place, and folders."""
@@ -154,14 +158,15 @@ class Session:
 
     def abandon(self, seconds: float, cause: BaseException) -> None:
         """Close the session without the other ranks, after the exception ``cause``: what is under way gets ``seconds``
-        to finish."""
+        to finish.  What is in memory stays where the launcher starts the run again, here and now."""
         is_exit = isinstance(cause, SystemExit) and (isinstance(cause, Preempted) or not cause.code)
         if self._attempts is not None and (is_exit or isinstance(cause, (KeyboardInterrupt, ResilienceError))):
             self._attempts.forgive()
         self._users -= 1
         if self._users == 0:
             try:
-                self.engine.close(seconds)
+                goes_on = restarts_left() and not isinstance(cause, (SystemExit, KeyboardInterrupt))
+                self.engine.close(seconds, keep_memory=goes_on)
             finally:
                 self._detach(abandoned=True)
 
@@ -247,6 +252,7 @@ class Session:
 
     def _detach(self, abandoned: bool = False) -> None:
         self._remove_scratches()
+        self.memory.release()
         self.preemption.close()
         self._doorway.close()
         self.data.close()
@@ -271,18 +277,29 @@ class Session:
         """
         cold = tier if isinstance(tier, RemoteTier) else cold
         if isinstance(tier, RemoteTier):
-            place = Place(*self._scratch(), cold=cold)
-        elif (folder := self.folders.get(tier.where())) is not None:
-            place = Place(tier, folder.sharing, cold)
-        elif find_out and self.ranks.world_size > 1:
-            sharing = attempt(lambda: self.ranks.sharing(tier))  # fails on all ranks or on none
-            place = Place(tier, sharing, cold) if isinstance(sharing, tuple) else Place.shared(self.ranks, tier, cold)
+            place = Place(*self._scratch(), cold, self.memory, passing=True)
         else:
-            place = Place.shared(self.ranks, tier, cold)
+            place = Place(tier, self._sharing(tier, find_out), cold, self.memory)
         self.places[tier.where()] = place
         if cold is not None:
             self.places[cold.where()] = place
         return place
+
+    def _sharing(self, tier: LocalTier, find_out: bool) -> tuple[int, ...]:
+        """The ranks that share a folder; see ``place``."""
+        if (folder := self.folders.get(tier.where())) is not None:
+            return folder.sharing
+        if find_out and self.ranks.world_size > 1:
+            sharing = attempt(lambda: self.ranks.sharing(tier))  # fails on all ranks or on none
+            if isinstance(sharing, tuple):
+                return sharing
+        return tuple(range(self.ranks.world_size))
+
+    def remember(self, tier: LocalTier | RemoteTier) -> None:
+        """Read what a killed process of the run whose folder is ``tier`` left in memory, and let the first such run be
+        the one that this process leaves it to."""
+        self.engine.belong_to(identity(tier))
+        self.memory.look_for(identity(tier))
 
     def _scratch(self) -> tuple[LocalTier, tuple[int, ...]]:
         """A folder on this machine for what is fetched, and the ranks that share it."""
@@ -482,8 +499,17 @@ class Session:
             original()  # ends with a barrier: all ranks have read what they need
             self.resumption.end()
             self._empty_scratches()
+            self._leave_memory()
 
         return resume_end
+
+    def _leave_memory(self) -> None:
+        """Give back what dead processes left, before there are new slots, or leave it to a run that trains."""
+        self.memory.release()
+        self.ranks.any_max(0)
+        if self._doorway.fitting:
+            self.memory.remove()
+        self.ranks.any_max(0)
 
     def _choose(self, checkpoint_path: Any) -> Source | str | None:
         """What to load: a checkpoint of ours, a path for stock Lightning to load, or nothing."""
@@ -549,7 +575,7 @@ class Session:
             here = attempt(lambda: store.read_manifest(tier, name))
             is_another = isinstance(here, Manifest) and not here.is_same_save(found)
             if self.ranks.any_max(is_another)[0]:
-                place = Place(*self._scratch(), cold=cold)
+                place = Place(*self._scratch(), cold, self.memory, passing=True)
             copies = {name: found}
             return verify_together(
                 self.ranks, place, name, save=found.save_id, copies=copies, needs=self.resumption.needs
@@ -568,6 +594,8 @@ class Session:
         places = [place for place, _ in self.resume_last]
         self.resume_last = []
         known = {place.tier.root for place in places}
+        for path in others:
+            self.memory.look_for(identity(LocalTier(path)))
         return places + [self.place(LocalTier(path)) for path in others if Path(path) not in known]
 
     def _newest(self, places: list[Place]) -> Source | str | None:
@@ -623,9 +651,8 @@ class Session:
         """One line that says what is resumed."""
         if self.ranks.rank == 0 and source.manifest is not None:
             step, size = source.manifest.step, self.ranks.world_size
-            tier = f"cold fetched={source.fetched}" if source.fetched else "hot"
             note = f" skipped={skipped!r}" if skipped else ""
-            log.info("event=resume step=%d from=%s tier=%s ranks=%d%s", step, source.path, tier, size, note)
+            log.info("event=resume step=%d from=%s %s ranks=%d%s", step, source.path, _origin(source), size, note)
 
     def roll_back(self, folder: Folder, name: str, copies: Mapping[str, Manifest]) -> Source:
         """Take the run back to a checkpoint; see ``Resumption.roll_back``.  Collective.
@@ -670,6 +697,15 @@ class Session:
     def skip_batches(self, count: int) -> int:
         """Leave out training batches of this epoch, its last one excepted; how many of ``count`` are left to do."""
         return self._doorway.skip_batches(count)
+
+
+def _origin(source: Source) -> str:
+    """From which tiers it is read, and how much."""
+    here, all_of = source.shards_in_memory
+    from_where = {"memory": here, "hot": source.from_folder, "cold": source.fetched}
+    numbers = f" fetched={source.fetched}" if source.fetched else ""
+    numbers += f" memory={here}/{all_of}" if here else ""
+    return f"tier={','.join(tier for tier, some in from_where.items() if some)}{numbers}"
 
 
 def _check_saveable(state: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ import gc
 import io
 import itertools
 import math
+import mmap
 import operator
 import pickle
 import warnings
@@ -74,7 +75,7 @@ def collector_paused() -> Iterator[None]:
 
 ALIGNMENT = 64
 """Every stream starts at a multiple of this many bytes, so that its payload does too and can be viewed as any dtype."""
-PAGE = 4096
+PAGE = mmap.PAGESIZE
 """Bytes; a file starts at a multiple of them in the slot."""
 SMALL = 4096
 """Bytes up to which what all ranks read is not worth spreading over several files."""

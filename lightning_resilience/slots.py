@@ -2,48 +2,60 @@
 
 A slot is this rank's shard file in memory, kept from save to save.  Laying it out writes the constant bytes once;
 staging then is one copy of each tensor over its payload, into memory that is already there.  Two slots take turns, so
-that one can be written out while the other is filled.  They are files on tmpfs where that has room (the RAM tier),
-otherwise anonymous shared memory.
-
-Files of slots are private to the user (0600, in a folder 0700 that ends with its process; see ``scratch``).
+that one can be written out while the other is filled.  They are files on tmpfs where that has room, one for each file
+of the checkpoint, so that a killed process leaves them for the next one (the RAM tier, see ``memory``); otherwise
+anonymous shared memory.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
 import os
+import shutil
 import uuid
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_resilience import scratch
+from lightning_resilience import memory, scratch
 from lightning_resilience.errors import SetupError
+from lightning_resilience.manifest import FileEntry
 from lightning_resilience.scratch import Scratch
 from lightning_resilience.shards import PLAIN, FlatState, Layout, dump_object
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 log = logging.getLogger("lightning_resilience")
 
 TMPFS = Path("/dev/shm")
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap has no name for it
 _MAP_AT_ONCE = 4 * 2**20  # bytes; the call holds the interpreter's lock
+_MAP_FIXED = 0x10
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_long)
 
 
 class Slot:
-    """One shard file in memory.
+    """One rank's shard files in memory, in a row.
 
     Args:
         layout: where everything lies.
         memory: writable map of ``layout.size`` bytes or more.
-        path: the file behind the map, or None.
+        path: the folder of the files behind the map, or None.
     """
 
     def __init__(self, layout: Layout, memory: mmap.mmap, path: Path | None = None) -> None:
         self.layout = layout
         self.path = path
+        self._own_files = frozenset(os.listdir(path)) if path is not None else frozenset()
         self._memory = memory
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         for offset, constant in layout.constant:
@@ -89,14 +101,25 @@ class Slot:
         """The whole file."""
         return memoryview(self._memory)[: self.layout.size]
 
-    def close(self) -> None:
-        """Give the memory back."""
+    def note(self, entries: Iterable[FileEntry], files: Mapping[str, Buffer]) -> None:
+        """Let the process after this one know what is here.
+
+        Args:
+            entries: the files of this rank as they were written.
+            files: their content.
+        """
+        if self.path is not None:
+            others = {file: data for file, data in files.items() if file not in self._own_files}
+            memory.note(self.path, entries, others)
+
+    def close(self, *, keep: bool = False) -> None:
+        """Give the memory back; or ``keep`` its files for the process after this one."""
         self._payloads.clear()
         del self._bytes
         with suppress(BufferError):  # a writer that is still at it keeps the map until it ends
             self._memory.close()
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
+        if self.path is not None and not keep:
+            shutil.rmtree(self.path, ignore_errors=True)
 
 
 def dump_objects(layout: Layout, flat: FlatState) -> dict[str, bytes] | None:
@@ -121,8 +144,15 @@ class SlotMemory:
         self._rank = rank
         self._root = check_memory(where)
         self._folder: Scratch | None = None
+        self._run: str | None = None
         if self._root is not None:
             scratch.sweep(self._root)
+            memory.sweep(self._root)
+
+    def belong_to(self, run: str) -> None:
+        """Let slots be found by the next start of a run: by the path or URL of its folder.  The first one counts;
+        without one nobody is to find them."""
+        self._run = self._run or run
 
     def allocate(self, layout: Layout, copies: int = 2) -> list[Slot]:
         """``copies`` slots for ``layout``; the caller closes them.
@@ -133,6 +163,9 @@ class SlotMemory:
         size = max(layout.size, 1)
         if self._root is not None:
             free = _free_bytes(self._root)
+            if copies * size > 0.9 * free:
+                memory.sweep(self._root, 0.0)  # the living come before what the dead left
+                free = _free_bytes(self._root)
             # Leave a tenth of what is free: tmpfs is shared with loader workers, which die without it.
             if copies * size <= 0.9 * free and (slots := self._on_tmpfs(layout, size, copies)):
                 slots[-1].populate()
@@ -158,29 +191,54 @@ class SlotMemory:
         return slots
 
     def _one_on_tmpfs(self, layout: Layout, size: int) -> Slot:
-        path = self._make_folder() / f"slot-{uuid.uuid4().hex[:8]}"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        path = self._make_folder() / f"{memory.SLOT}{uuid.uuid4().hex[:8]}"
+        path.mkdir(0o700)
         try:
-            # Reserving now turns a full tmpfs into an error here, where it would be a SIGBUS at the first copy.
-            os.posix_fallocate(fd, 0, size)
-            return Slot(layout, mmap.mmap(fd, size), path)
+            with ExitStack() as files:
+                parts = []
+                for file, where in layout.files(self._rank).items():
+                    fd = os.open(path / file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+                    files.callback(os.close, fd)
+                    if where.stop > where.start:
+                        # Reserving now turns a full tmpfs into an error here, where it would be a SIGBUS at a copy.
+                        os.posix_fallocate(fd, 0, where.stop - where.start)
+                        parts.append((fd, where))
+                return Slot(layout, _map_in_a_row(parts, size), path)
         except BaseException:
-            path.unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True)
             raise
-        finally:
-            os.close(fd)
 
     def _make_folder(self) -> Path:
         if self._folder is None:
             assert self._root is not None
-            self._folder = Scratch(self._root, f"{uuid.uuid4().hex[:12]}-rank{self._rank}")
+            token = f"{uuid.uuid4().hex[:12]}-rank{self._rank}"
+            if self._run is None:
+                self._folder = Scratch(self._root, token)
+            else:
+                self._folder = Scratch(self._root, memory.token_of(self._run) + token, memory.PREFIX)
         return self._folder.path
 
-    def close(self) -> None:
-        """Remove everything; the slots must be closed."""
+    def close(self, *, keep: bool = False) -> None:
+        """Remove everything, or ``keep`` it for the process after this one; the slots must be closed."""
         if self._folder is not None:
-            self._folder.close()
+            self._folder.close(remove=not keep)
             self._folder = None
+
+
+def _map_in_a_row(files: Iterable[tuple[int, slice]], size: int) -> mmap.mmap:
+    """One map of several open files, each of which begins at a page of it.
+
+    Raises:
+        OSError: one cannot be mapped.
+    """
+    whole = mmap.mmap(-1, size)
+    begin = torch.frombuffer(whole, dtype=torch.uint8).data_ptr()
+    for fd, where in files:
+        flags = (mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED)
+        found = _libc.mmap(begin + where.start, where.stop - where.start, *flags, fd, 0)
+        if found != begin + where.start:
+            raise OSError(ctypes.get_errno(), "mmap")
+    return whole
 
 
 def check_memory(where: str | os.PathLike[str] | bool) -> Path | None:

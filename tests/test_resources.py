@@ -1,4 +1,4 @@
-"""A run gives back what it takes: memory, threads, files, slots; and a dead one's slots go to the next."""
+"""A run gives back what it takes: memory, threads, files, slots; and what a dead one took is freed in the end."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import ctypes
 import gc
 import logging
 import os
-import shutil
 import signal
 import stat
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,15 +24,6 @@ from probes import Witness, at, die, fit
 from support import TinyModel, settle
 
 MIB = 2**20
-
-
-@pytest.fixture
-def tmpfs() -> Iterator[Path]:
-    """A folder on tmpfs that only this test uses."""
-    folder = slots.TMPFS / f"test-{os.getpid()}-{time.monotonic_ns()}"
-    folder.mkdir()
-    yield folder
-    shutil.rmtree(folder)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -178,7 +167,12 @@ def train_briefly(root: Path, memory: Any) -> int:
     return len(checkpoint.heard)
 
 
-def test_the_slots_of_a_killed_process_are_freed_at_the_next_start_and_those_of_a_living_one_are_not(
+def an_hour_passes(memory: Path) -> None:
+    for path in memory.rglob("*"):
+        os.utime(path, (time.time() - 3601, time.time() - 3601))
+
+
+def test_the_slots_of_a_killed_process_are_freed_after_an_hour_and_those_of_a_living_one_are_not(
     tmp_path: Path, tmpfs: Path
 ) -> None:
     with start_forks(train_for_ever, tmp_path / "a", tmpfs, world_size=1) as living:
@@ -191,9 +185,13 @@ def test_the_slots_of_a_killed_process_are_freed_at_the_next_start_and_those_of_
             assert dead.wait() == [-signal.SIGKILL], dead.log(0)
         assert len(sorted(tmpfs.rglob("slot-*"))) == 4
         assert run_fork(train_briefly, tmp_path / "c", tmpfs) == 2
+        assert len(sorted(tmpfs.rglob("slot-*"))) == 4  # its own run may start any time
+        an_hour_passes(tmpfs)
+        assert run_fork(train_briefly, tmp_path / "d", tmpfs) == 2
         assert sorted(tmpfs.rglob("slot-*")) == of_the_living
         assert living.processes[0].poll() is None, living.log(0)
-    assert run_fork(train_briefly, tmp_path / "d", tmpfs) == 2
+    an_hour_passes(tmpfs)
+    assert run_fork(train_briefly, tmp_path / "e", tmpfs) == 2
     assert list(tmpfs.iterdir()) == []
 
 
@@ -215,8 +213,14 @@ def look_at_slots(root: Path, memory: Path) -> list[tuple[str, int, int]]:
 
 def test_slots_are_private_to_the_user_whatever_the_umask(tmp_path: Path, tmpfs: Path) -> None:
     seen = run_fork(look_at_slots, tmp_path, tmpfs)
-    assert [(mode, uid) for _, mode, uid in seen] == [(0o700, os.getuid())] + 3 * [(0o600, os.getuid())]
-    assert sorted(name.partition("-")[0] for name, _, _ in seen) == ["lightning_resilience", "lock", "slot", "slot"]
+    folders = {"lightning_resilience", "slot"}
+    kinds = [(name.partition("-")[0], mode, uid) for name, mode, uid in seen]
+    assert {mode for name, mode, _ in kinds if name in folders} == {0o700}
+    assert {mode for name, mode, _ in kinds if name not in folders} == {0o600}
+    assert {uid for _, _, uid in kinds} == {os.getuid()}
+    names = [name for name, _, _ in kinds]
+    assert [names.count(name) for name in ("lightning_resilience", "slot", "lock", "__0_0.distcp")] == [1, 2, 1, 2]
+    assert "meta.pt" in names
 
 
 def watch_tmpfs(root: Path, memory: Any, free: int | None) -> tuple[int, list[str], list[str]]:
