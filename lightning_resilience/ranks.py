@@ -95,12 +95,12 @@ class Ranks:
             work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
         return PendingMax(tensor, work)
 
-    def broadcast(self, value: T) -> T:
-        """Rank 0's value, on all ranks."""
+    def broadcast(self, value: T, source: int = 0) -> T:
+        """The value of one rank, on all ranks."""
         if self.world_size == 1:
             return value
-        box = [value if self.rank == 0 else None]
-        dist.broadcast_object_list(box, src=0, group=self._group)
+        box = [value if self.rank == source else None]
+        dist.broadcast_object_list(box, src=source, group=self._group)
         return box[0]  # type: ignore[return-value]
 
     def gather(self, value: T) -> list[T] | None:

@@ -26,7 +26,7 @@ from lightning_resilience.errors import (
     TierDenied,
     TierUnavailable,
 )
-from lightning_resilience.manifest import MANIFEST, META, METADATA, PARTIAL, SHARD, FileEntry, Manifest
+from lightning_resilience.manifest import MANIFEST, META, METADATA, PARTIAL, SHARD, FileEntry, Manifest, outlined
 from lightning_resilience.memory import MemoryTier
 from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.remote import RemoteTier
@@ -182,9 +182,7 @@ def find_last(
     candidates: list[_Candidate] = []
     silent: dict[int, ResilienceError] = {}
     for index, place in enumerate(places):
-        listings = ranks.gathered(lambda place=place: _what_is_there(place.tier))  # type: ignore[misc]
-        raise_first(listings)
-        here = [listing for listing in listings if isinstance(listing, dict)]
+        here = _what_is_here(ranks, place)
         there = _what_is_cold(ranks, place)
         if isinstance(there, ResilienceError):
             silent[index], there = there, {}
@@ -227,8 +225,8 @@ _Finding = _Seen | ResilienceError
 """A checkpoint, or why there is none although something is there."""
 
 
-def _what_is_there(tier: LocalTier) -> dict[str, _Finding]:
-    listing = store.list_checkpoints(tier)
+def _what_is_there(tier: LocalTier, but: Collection[str] = ()) -> dict[str, _Finding]:
+    listing = store.list_checkpoints(tier, but=but)
     found: dict[str, _Finding] = {
         name: error
         for name, error in listing.unusable.items()
@@ -237,13 +235,27 @@ def _what_is_there(tier: LocalTier) -> dict[str, _Finding]:
     return found | {name: _Seen.of(manifest) for name, manifest in listing.committed.items()}
 
 
+def _what_is_here(ranks: Ranks, place: Place) -> list[dict[str, _Finding]]:
+    """What the folder of each rank has: as the first of those that share it lists it, because manifests are as long as
+    there are ranks, and what another one sees besides, because a list may be older than what there is.  Collective."""
+    leader = place.sharing[0]
+    listings: list[Any] = ranks.gathered(lambda: _what_is_there(place.tier) if ranks.rank == leader else {})
+    raise_first(listings)
+    here: dict[str, _Finding] = listings[leader]
+    others: list[Any] = ranks.gathered(lambda: (leader, _what_is_there(place.tier, here)))
+    raise_first(others)
+    return [{**listings[of_rank], **besides} for of_rank, besides in others]
+
+
 def _what_is_cold(ranks: Ranks, place: Place) -> dict[str, Manifest | ResilienceError] | ResilienceError:
-    """What the cold tier behind a place has, as rank 0 sees it, and why not where it is damaged; or that it does not
-    answer."""
+    """What the cold tier behind a place has, as rank 0 sees it (the files are known to it alone), and why not where it
+    is damaged; or that it does not answer.  Collective."""
     cold = place.cold
     if cold is None:
         return {}
-    listing = ranks.broadcast(attempt(lambda: store.list_checkpoints(cold)) if ranks.rank == 0 else None)
+    found = attempt(lambda: store.list_checkpoints(cold)) if ranks.rank == 0 else None
+    told = replace(found, committed=outlined(found.committed)) if isinstance(found, store.Listing) else found
+    listing = ranks.broadcast(told)
     if isinstance(listing, (TierUnavailable, TierDenied)):
         if ranks.rank == 0:
             log.warning("event=resume tier=cold url=%s error=%r", cold.where(), listing.message)
@@ -251,7 +263,8 @@ def _what_is_cold(ranks: Ranks, place: Place) -> dict[str, Manifest | Resilience
     if isinstance(listing, BaseException):
         raise listing
     assert listing is not None
-    return {**listing.damaged, **listing.committed}
+    known = found.committed if isinstance(found, store.Listing) else listing.committed
+    return {**listing.damaged, **known}
 
 
 def _saves(
@@ -303,16 +316,17 @@ def verify_together(
         CheckpointNotFound, CheckpointUncommitted, CheckpointIncompatible: there is no manifest to go by.
     """
     tier, leads = place.tier, ranks.rank == place.sharing[0]
-    read = ranks.gathered(lambda: store.read_manifest(tier, name))
-    known = [one for one in read if isinstance(one, Manifest) and save in (None, one.save_id)]
-    if not (known := known or list((copies or {}).values())):
-        raise_first(read)
-        raise CheckpointNotFound(f"{name} is another save's.")
-    manifest = known[0]
-    spots = ranks.gathered(lambda: _spot(tier, name, manifest) if leads else None)
+    manifest = _manifest_of(ranks, place, name, save, copies or {})
+
+    def spot_here() -> _Spot:
+        spot = _spot(tier, name, manifest)
+        return spot if spot.manifest != manifest else replace(spot, manifest=None)  # it grows with the ranks
+
+    spots = ranks.gathered(lambda: spot_here() if leads else None)
     raise_first(spots)
     spot = spots[place.sharing[0]]
     assert isinstance(spot, _Spot)
+    spot = replace(spot, manifest=spot.manifest or manifest)
     recalled = _recall(ranks, place.memory, manifest)
     source = Source(tier, spot.work, spot.manifest, copies=tuple(copies or ()), in_memory=recalled[ranks.rank])
     found = _look(ranks, place, source, recalled)
@@ -332,6 +346,24 @@ def verify_together(
     return replace(source, name=spot.name, fetched=sum(ranks.all_gather(fetched)), **found.origins(manifest))
 
 
+def _manifest_of(ranks: Ranks, place: Place, name: str, save: str | None, copies: Mapping[str, Manifest]) -> Manifest:
+    """The manifest of a save, as the first folder has it under ``name``, or else the cold tier.
+    It grows with the number of ranks, so it is told once, and only what tells saves apart is told by all."""
+    leads = ranks.rank == place.sharing[0]
+    mine = attempt(lambda: store.read_manifest(place.tier, name)) if leads else None
+    told = ranks.all_gather(mine.outline() if isinstance(mine, Manifest) else mine)
+    having = [rank for rank, one in enumerate(told) if isinstance(one, Manifest) and save in (None, one.save_id)]
+    if having:
+        found = ranks.broadcast(mine, having[0])
+    elif copies:
+        found = ranks.broadcast(next(iter(copies.values())))  # as rank 0 knows it
+    else:
+        raise_first([one for one in told if one is not None])
+        raise CheckpointNotFound(f"{name} is another save's.")
+    assert isinstance(found, Manifest)
+    return found
+
+
 @dataclass(frozen=True)
 class _Spot:
     """Where a folder has a save, or gets it.
@@ -339,13 +371,13 @@ class _Spot:
     Args:
         name: what it is called there.
         work: where its files are: under its name, or in a folder that becomes it once it is whole.
-        manifest: which files.
+        manifest: which files; None where they are as the first folder has them.
         has_manifest: whether that is there.
     """
 
     name: str
     work: str
-    manifest: Manifest
+    manifest: Manifest | None
     has_manifest: bool = False
 
     def begin(self, tier: LocalTier, held: ExitStack) -> None:
@@ -357,6 +389,7 @@ class _Spot:
 
     def finish(self, tier: LocalTier) -> None:
         """All that is needed is there: let it be a checkpoint."""
+        assert self.manifest is not None
         if self.work != self.name:
             store.commit(tier, self.work, self.name, self.manifest)
         elif not self.has_manifest:
@@ -564,10 +597,9 @@ def open_explicit(ranks: Ranks, path: Path, place: Place | None = None, needs: N
         CheckpointNotFound, CheckpointUncommitted: nothing usable is there; the message lists what is.
         CheckpointCorrupt: it is damaged.
     """
-    opened = ranks.gathered(lambda: _open(path))
-    raise_first(opened)
-    source = opened[ranks.rank]
-    assert isinstance(source, Source)
+    opened: list[Source] = []
+    raise_first(ranks.gathered(lambda: opened.append(_open(path))))
+    (source,) = opened
     if source.manifest is None:
         return source
     try:
@@ -584,8 +616,9 @@ def open_with_copies(ranks: Ranks, place: Place, name: str, needs: Needs | None 
         CheckpointCorrupt: a file is damaged or missing everywhere.
         TierUnavailable, TierDenied: the cold tier does not answer.
     """
-    read = ranks.gathered(lambda: store.read_manifest(place.tier, name))
-    known = [one for one in read if isinstance(one, Manifest)]
+    mine = attempt(lambda: store.read_manifest(place.tier, name)) if ranks.rank == place.sharing[0] else None
+    told = ranks.all_gather(mine.outline() if isinstance(mine, Manifest) else None)
+    known = [one for one in told if one is not None]
     if not known:
         return None
     there = _what_is_cold(ranks, place)

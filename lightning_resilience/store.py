@@ -59,19 +59,22 @@ class Listing:
         return newest_first(self.committed)
 
 
-def list_checkpoints(tier: Tier, *, in_part: bool = False) -> Listing:
+def list_checkpoints(tier: Tier, *, in_part: bool = False, but: Collection[str] = ()) -> Listing:
     """Read the manifests of a tier, as they are on disk now.
 
     Args:
         tier: where.
         in_part: whether what cannot be read now is ``unusable``, as is good enough to show people what there is; what
             decides by the list must not take an outage for an answer.
+        but: names that are not looked at.
 
     Raises:
         TierUnavailable, TierDenied: the tier cannot be listed, or not ``in_part`` and a manifest cannot be read.
     """
     listing = Listing()
     for name in tier.names():
+        if name in but:
+            continue
         try:
             listing.committed[name] = read_manifest(tier, name)
         except CheckpointNotFound:
