@@ -59,6 +59,7 @@ from lightning_resilience.errors import (
 from lightning_resilience.ledger import EXCEPTION, INTERRUPTED, PREEMPTED
 from lightning_resilience.manifest import HEALTHY, LAST_GOOD, Manifest
 from lightning_resilience.objects import shown
+from lightning_resilience.peers import Peers
 from lightning_resilience.preemption import Preempted, check_signals, name_of
 from lightning_resilience.ranks import raise_first
 from lightning_resilience.remote import RemoteTier
@@ -139,6 +140,8 @@ class ResilientCheckpoint(ModelCheckpoint):
             background, and from which a run goes on where the folder was lost.
         storage_options: credentials and the like for ``remote``, by the names that fsspec's implementation has.
         remote_keep: what the cold tier retains of this run; as ``keep`` if not given.
+        peers: on how many other nodes each node's files get a second copy, in the background, where folders are
+            node-local: with 1 the loss of a node costs no trip to the cold tier.
         restore_optimizers: ``False`` resumes all but the optimizers and their schedulers, to go on with others.
 
     Raises:
@@ -181,6 +184,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         remote: str | None = None,
         storage_options: dict[str, Any] | None = None,
         remote_keep: Keep | None = None,
+        peers: int = 0,
     ) -> None:
         self._given_dirpath = check_dirpath(dirpath)
         check_remote(remote, storage_options, remote_keep, self._given_dirpath)
@@ -188,6 +192,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         check_choice("on_save_error", on_save_error, ("warn", "raise"))
         check_choice("on_unrestorable", on_unrestorable, ("raise", "fresh"))
         check_choice("save_last", save_last, (None, True, False, "link"))
+        check_number("peers", peers, least=0, whole=True)
         check_number("max_failures", max_failures, least=1, whole=True)
         check_number("save_timeout", save_timeout, least=0.001)
         self._signals = check_signals(signals)
@@ -255,6 +260,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         self.restore_optimizers = restore_optimizers
         self.keep = self._the_keep(keep)
         self.remote = remote
+        self.peers = peers
         self._storage_options = storage_options
         self.remote_keep = self._the_keep(remote_keep) if remote_keep is not None else self.keep
         self.ranking = Ranking(monitor, mode) if monitor is not None else None
@@ -270,6 +276,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         self._session: Session | None = None
         self._folder: Folder | None = None
         self._replicator: Replicator | None = None
+        self._peers: Peers | None = None
         self._last_save: Save | None = None
         self._agreement: Agreement | None = None
         self._watch: Watch | None = None
@@ -395,6 +402,11 @@ class ResilientCheckpoint(ModelCheckpoint):
         session.engine.protect(self._folder, self._must_stay)
         if cold is not None:
             self._begin_replicating(session, self._folder, cold)
+        if self.peers and isinstance(tier, LocalTier):
+            if len(self._folder.leaders) > 1:
+                self._peers = Peers(session.ranks, tier, self._folder.sharing, self.peers)
+            else:
+                rank_zero_warn(f"peers={self.peers} copies nothing: all ranks share {tier.where()!r}.")
 
     @staticmethod
     def _check_places(session: Session, tier: LocalTier | RemoteTier, cold: RemoteTier | None) -> None:
@@ -811,6 +823,8 @@ class ResilientCheckpoint(ModelCheckpoint):
             self._replicator.offer(self._standings.committed, self._in_use())
         assert self._folder is not None
         self._standings.give_up(self._session.engine.must_stay(self._folder))
+        if self._peers is not None:
+            self._peers.offer(checkpoint.name, checkpoint.manifest)
         self._update_best()
         if self.verbose and trainer.is_global_zero:
             print(f"saved {checkpoint.path} ({checkpoint.manifest.reason})")
@@ -878,7 +892,10 @@ class ResilientCheckpoint(ModelCheckpoint):
             rank_zero_warn(f"The step that training stops at is not saved: {error}")
 
     def _replicate_in_time(self) -> None:
-        """Let the cold tier have what is on its way, as long as there is time."""
+        """Let other nodes and the cold tier have what is on its way, as long as there is time."""
+        if self._peers is not None and self._session is not None:
+            left = self._session.preemption.leave_by() - time.monotonic()
+            self._peers.drain(max(min(self.save_timeout, left), 0.0))
         if self._replicator is not None and self._session is not None:
             self._replicator.close(self.save_timeout, self._session.preemption.leave_by)
             self._hear_of_copies(self._session.trainer, self._replicator)
@@ -906,9 +923,11 @@ class ResilientCheckpoint(ModelCheckpoint):
             if self._replicator is not None:
                 self._replicator.offer(self._standings.committed, self._in_use())
             self._replicate_in_time()
-            session = self._session
-            self._session = self._agreement = self._replicator = self._watch = None
+            session, peers = self._session, self._peers
+            self._session = self._agreement = self._replicator = self._peers = self._watch = None
             session.leave()
+            if peers is not None:
+                peers.close()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -930,10 +949,13 @@ class ResilientCheckpoint(ModelCheckpoint):
                 self._watch.end(_how_it_ended(exception))
             deadline = min(time.monotonic() + DRAIN_AFTER_EXCEPTION, session.preemption.deadline())
             try:
+                if self._peers is not None:
+                    self._peers.drain(max(deadline - time.monotonic(), 0.0) / 2)
+                    self._peers.close()
                 self._replicate_until(deadline, session)
             finally:
                 session.abandon(max(deadline - time.monotonic(), 0.0), exception)
-                self._session = self._agreement = self._replicator = self._watch = None
+                self._session = self._agreement = self._replicator = self._peers = self._watch = None
 
     def _replicate_until(self, deadline: float, session: Session) -> None:
         """Let the cold tier have what is on its way, the save under way included; no exception comes from here."""
@@ -987,7 +1009,17 @@ class ResilientCheckpoint(ModelCheckpoint):
         return {**self.__dict__, **dict.fromkeys(_OF_A_FIT)}
 
 
-_OF_A_FIT = ("_session", "_agreement", "_folder", "_overdue", "_replicator", "_last_save", "_watch", "_watched_before")
+_OF_A_FIT = (
+    "_session",
+    "_agreement",
+    "_folder",
+    "_overdue",
+    "_replicator",
+    "_peers",
+    "_last_save",
+    "_watch",
+    "_watched_before",
+)
 
 
 def _how_it_ended(exception: BaseException) -> str:

@@ -122,11 +122,11 @@ class FileEntry:
     def from_dict(cls, raw: Mapping[str, Any]) -> FileEntry:
         at = raw.get("at")
         return cls(
-            path=_plain_name(raw["path"]),
+            path=plain_name(raw["path"]),
             size=int(raw["size"]),
             xxh3_128=str(raw["xxh3_128"]),
             rank=int(raw.get("rank", 0)),
-            at=None if at is None else _plain_name(at),
+            at=None if at is None else plain_name(at),
             extra={k: v for k, v in raw.items() if k not in _ENTRY_KEYS},
         )
 
@@ -308,7 +308,7 @@ def outlined(manifests: Mapping[str, Manifest]) -> dict[str, Manifest]:
     return {name: manifest.outline() for name, manifest in manifests.items()}
 
 
-def _plain_name(name: object) -> str:
+def plain_name(name: object) -> str:
     """``name``, unless it would lead out of the folder: nothing in a manifest may name a file elsewhere."""
     if not isinstance(name, str) or "/" in name or "\0" in name or name in ("", ".", ".."):
         raise ValueError(f"files and checkpoints are named by a plain name, not {name!r}")

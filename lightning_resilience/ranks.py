@@ -186,6 +186,17 @@ class Ranks:
             host = "localhost"
         return Board(TCPStore(host, port, is_master=False, timeout=self._timeout))
 
+    @property
+    def address(self) -> str:
+        """Where other nodes reach this one: at the address from which it reaches rank 0."""
+        if self._where is None:
+            return "localhost"
+        host, port = self._where
+        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)  # sends nothing
+            return str(probe.getsockname()[0])
+
     # -- folders ------------------------------------------------------------------------------------------------------
 
     def sharing(self, tier: LocalTier) -> tuple[int, ...]:

@@ -202,6 +202,7 @@ ARGUMENTS: dict[str, list[Any]] = {
     "restore_optimizers": [False],
     "remote": ["memory://run7"],
     "storage_options": [{"key": "k"}],
+    "peers": [1, 2],
     "remote_keep": [{"last": 2, "milestones": 1000}, {"last": 1, "milestones": [10, 20]}],
 }
 

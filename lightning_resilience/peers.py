@@ -1,0 +1,261 @@
+"""Second copies on other nodes: where each node has a folder of its own, the next ones hold a copy of its files.
+
+::
+
+    rank of node 1                                     rank of node 2 (the next one)
+    ──────────────                                     ─────────────────────────────
+    a checkpoint is committed: connect, say which ──>  is it in this folder too?  then yes
+    send this rank's files of it                  ──>  write, digest, fsync, put into its place
+                                                  <──  done
+
+So a node that is lost costs no trip to the cold tier: at a resume its files are found in another node's folder, as any
+others that a folder lacks (see ``resume``).  Everything here is done by threads of its own over plain connections
+between the nodes; a peer that does not answer is told of once, and training goes on.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import json
+import logging
+import os
+import queue
+import socket
+import struct
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from lightning_resilience import store
+from lightning_resilience.errors import ResilienceError
+from lightning_resilience.manifest import FileEntry, Manifest, plain_name
+from lightning_resilience.ranks import Ranks, attempt
+from lightning_resilience.tiers import FETCHED, LocalTier
+
+log = logging.getLogger("lightning_resilience")
+
+SILENCE = 60.0
+"""Seconds after which a peer that neither sends nor takes anything is given up."""
+TICK = 0.5
+"""Seconds between two looks at whether to stop."""
+BLOCK = 4 * 2**20
+"""Bytes received at a time."""
+LONGEST_NOTE = 2**24
+"""Bytes that the announcement of a checkpoint may have."""
+YES, NO = b"\1", b"\0"
+_LENGTH = struct.Struct("!I")
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """A rank as others see it: which is the ``leader`` of its folder, and the ``address`` it listens at."""
+
+    leader: int
+    address: tuple[str, int] | None
+
+
+class Peers:
+    """Copies of this rank's files in the folders of other nodes, and of others' in this one.
+
+    Creating it is collective.
+
+    Args:
+        ranks: the ranks that save together.
+        tier: this rank's folder.
+        sharing: the ranks that share it.
+        copies: on how many other nodes.
+    """
+
+    def __init__(self, ranks: Ranks, tier: LocalTier, sharing: Sequence[int], copies: int) -> None:
+        self._rank = ranks.rank
+        self._token = ranks.session.encode()
+        self._tier = tier
+        self._queue: queue.SimpleQueue[tuple[str, Manifest] | None] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self._has_failed = False
+        self.sent = 0
+        """Checkpoints of which this rank's files are on all their other nodes."""
+        listener = attempt(lambda: socket.create_server((ranks.address, 0)))
+        self._listener = listener if isinstance(listener, socket.socket) else None
+        address = self._listener.getsockname()[:2] if self._listener is not None else None
+        self._targets = _targets(ranks.all_gather(Neighbour(sharing[0], address)), ranks.rank, copies)
+        self._threads: list[threading.Thread] = []
+        if isinstance(listener, Exception):
+            log.warning("event=peers rank=%d outcome=failed reason='cannot listen: %s'", self._rank, listener)
+        self._start(self._serve, "resilience-peer-in")
+        self._start(self._send, "resilience-peer-out")
+
+    def _start(self, work: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    # -- the training thread ------------------------------------------------------------------------------------------
+
+    def offer(self, name: str, manifest: Manifest) -> None:
+        """A checkpoint is committed; of several that wait, the newest goes first and the others not at all."""
+        self._queue.put((name, manifest))
+
+    def drain(self, seconds: float) -> None:
+        """Let what was offered arrive, for so long at most; nothing is offered any more."""
+        self._queue.put(None)
+        self._threads[1].join(seconds)
+
+    def close(self) -> None:
+        """Stop at once; others must have drained, or theirs does not arrive here."""
+        self._stop.set()
+        if self._listener is not None:
+            self._listener.close()
+
+    # -- sending ------------------------------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        while (latest := self._latest()) is not None:
+            name, manifest = latest
+            try:
+                files = self._mine(name, manifest)
+                for address in self._targets:
+                    self._send_to(address, name, manifest, files)
+            except (OSError, ResilienceError) as error:
+                if not self._stop.is_set() and not self._has_failed:
+                    log.warning(
+                        "event=peers rank=%d name=%s outcome=failed reason=%r note='tried again after the next save'",
+                        self._rank, name, str(error),
+                    )  # fmt: skip
+                self._has_failed = True
+            else:
+                self.sent += 1
+                if self._has_failed:
+                    log.warning("event=peers rank=%d name=%s outcome=back", self._rank, name)
+                self._has_failed = False
+
+    def _latest(self) -> tuple[str, Manifest] | None:
+        """The newest checkpoint that was offered; waits for one, and is None at the end."""
+        latest = self._queue.get()
+        while latest is not None and not self._queue.empty():
+            following = self._queue.get()
+            if following is None:
+                self._queue.put(None)
+                break
+            latest = following
+        return latest
+
+    def _mine(self, name: str, manifest: Manifest) -> list[FileEntry]:
+        """What this rank wrote of a checkpoint."""
+        here = store.read_manifest(self._tier, name)
+        if not here.is_same_save(manifest):
+            return []  # the name is a newer save's, which is offered too
+        return [entry for entry in here if entry.rank == self._rank and entry.at is None]
+
+    def _send_to(self, address: tuple[str, int] | None, name: str, manifest: Manifest, files: list[FileEntry]) -> None:
+        if address is None:
+            raise OSError(errno.EHOSTUNREACH, "the next node does not listen")
+        note = {"name": name, "save": manifest.save_id, "files": [entry.to_dict() for entry in files]}
+        with socket.create_connection(address, SILENCE) as peer:
+            peer.sendall(self._token)
+            _put(peer, json.dumps(note).encode())
+            if _take(peer, 1) != YES:
+                return  # it has gone there already
+            for entry in files:
+                with open(self._tier.path(name, entry.path), "rb") as file:
+                    peer.sendfile(file)
+            if _take(peer, 1) != YES:
+                raise OSError(errno.EIO, f"{address[0]} did not get it whole")
+
+    # -- receiving ----------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        if self._listener is None:
+            return
+        self._listener.settimeout(TICK)
+        while not self._stop.is_set():
+            try:
+                peer, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                return
+            with closing(peer):
+                try:
+                    peer.settimeout(SILENCE)
+                    self._receive(peer)
+                except (OSError, ValueError, KeyError, TypeError, ResilienceError) as error:
+                    log.debug("event=peers rank=%d outcome=dropped reason=%r", self._rank, str(error))
+
+    def _receive(self, peer: socket.socket) -> None:
+        if not hmac.compare_digest(_take(peer, len(self._token)), self._token):
+            return
+        note: dict[str, Any] = json.loads(_take(peer, _LENGTH.unpack(_take(peer, _LENGTH.size))[0]))
+        name, files = plain_name(note["name"]), [FileEntry.from_dict(raw) for raw in note["files"]]
+        here = attempt(lambda: store.read_manifest(self._tier, name))
+        is_here = (
+            isinstance(here, Manifest) and here.save_id == note["save"] and all(map(here.files.__contains__, files))
+        )
+        peer.sendall(YES if is_here else NO)
+        if is_here:
+            for entry in files:
+                self._take_in(peer, name, entry)
+            self._tier.sync(name)
+            peer.sendall(YES)
+
+    def _take_in(self, peer: socket.socket, name: str, entry: FileEntry) -> None:
+        """Receive a file, and put it into its place if it is what the manifest says."""
+        target = self._tier.path(name, entry.path)
+        sink = target.with_name(f".{entry.path}{FETCHED}{uuid.uuid4().hex[:12]}")
+        try:
+            if _write(peer, entry.size, sink) != entry.xxh3_128:
+                raise OSError(errno.EIO, f"{entry.path} was damaged on its way")
+            os.replace(sink, target)
+        finally:
+            sink.unlink(missing_ok=True)
+
+
+def _targets(everyone: Sequence[Neighbour], rank: int, copies: int) -> list[tuple[str, int] | None]:
+    """Where a rank sends its files: to one rank of each of the next nodes, spread over those that it has."""
+    nodes: dict[int, list[int]] = {}
+    for other, neighbour in enumerate(everyone):
+        nodes.setdefault(neighbour.leader, []).append(other)
+    leaders = sorted(nodes)
+    here = leaders.index(everyone[rank].leader)
+    place = nodes[leaders[here]].index(rank)
+    following = [nodes[leaders[(here + step) % len(leaders)]] for step in range(1, min(copies, len(leaders) - 1) + 1)]
+    return [everyone[node[place % len(node)]].address for node in following]
+
+
+def _write(peer: socket.socket, size: int, sink: Path) -> str:
+    """Write what a peer sends; on return it survives power loss.  Its digest."""
+    state, block = xxhash.xxh3_128(), bytearray(min(BLOCK, max(size, 1)))
+    with open(sink, "xb", buffering=0) as file:
+        while size:
+            count = peer.recv_into(block, min(size, len(block)))
+            if not count:
+                raise ConnectionResetError(errno.ECONNRESET, "the peer is gone")
+            some = memoryview(block)[:count]
+            state.update(some)
+            file.write(some)
+            size -= count
+        os.fsync(file.fileno())
+    return state.hexdigest()
+
+
+def _put(peer: socket.socket, content: bytes) -> None:
+    peer.sendall(_LENGTH.pack(len(content)) + content)
+
+
+def _take(peer: socket.socket, size: int) -> bytes:
+    if size > LONGEST_NOTE:
+        raise ValueError(f"{size} bytes are announced")
+    content = bytearray()
+    while len(content) < size:
+        some = peer.recv(size - len(content))
+        if not some:
+            raise ConnectionResetError(errno.ECONNRESET, "the peer is gone")
+        content += some
+    return bytes(content)
