@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,6 +25,7 @@ from lightning_resilience import scratch
 from lightning_resilience.errors import SetupError
 from lightning_resilience.scratch import Scratch
 from lightning_resilience.shards import PLAIN, FlatState, Layout, dump_object
+from lightning_resilience.staging import Copies, Staging, copy_at_once
 
 log = logging.getLogger("lightning_resilience")
 
@@ -46,6 +48,7 @@ class Slot:
         self.path = path
         self._memory = memory
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self._pinned = False
         for offset, constant in layout.constant:
             memory[offset : offset + len(constant)] = constant
         self._payloads = [
@@ -54,24 +57,45 @@ class Slot:
         ]
         self._wanted = [(spot.piece.key, spot.shape, spot.piece) for spot in layout.tensors]
 
-    def fill(self, flat: FlatState, objects: Mapping[str, bytes]) -> None:
-        """Copy the state in.  On return nothing of it is referred to any more.
+    def fill(self, flat: FlatState, objects: Mapping[str, bytes], later: Collection[str] = ()) -> Staging | None:
+        """Copy the state in.  On return nothing of it is referred to any more, but by what is left to copy.
 
         Args:
             flat: this rank's state, of the fingerprint that the layout was made for.
             objects: the pickled values that are not tensors, by key; see ``dump_objects``.
+            later: keys of tensors that may be copied behind the training thread.
+
+        Returns:
+            The copies that are left, to be started; None where there are none.
         """
-        if self._payloads:
-            values = flat.values
-            with torch.no_grad():
-                sources = [
-                    value if type(value := values[key]) in PLAIN and value.shape == shape else piece.cut(flat)
-                    for key, shape, piece in self._wanted
-                ]
-                torch._foreach_copy_(self._payloads, sources)
         for spot in self.layout.objects:
             pickled = objects[spot.piece.key]
             self._memory[spot.offset : spot.offset + spot.capacity] = pickled.ljust(spot.capacity, b"\0")
+        values, at_once, behind = flat.values, Copies(), Copies()
+        with torch.no_grad():
+            for (key, shape, piece), payload in zip(self._wanted, self._payloads, strict=True):
+                value = values[key]
+                source = value if type(value) in PLAIN and value.shape == shape else piece.cut(flat)
+                (behind if key in later else at_once).add(key, payload, source)
+        if behind.sources:
+            return Staging(at_once, behind)
+        copy_at_once(at_once)
+        return None
+
+    def pin(self) -> None:
+        """Have the driver of CUDA lock the memory, so that devices copy to it by themselves and at full speed; where it
+        refuses, copies are slower."""
+        if self._pinned or not self.layout.size:
+            return
+        error = int(_cuda_runtime().cudaHostRegister(self._bytes.data_ptr(), len(self._memory), 0))
+        self._pinned = error == 0
+        if not self._pinned:
+            log.warning("event=memory reason='the slot cannot be locked for CUDA (error %d): copies are slower'", error)
+
+    def _unpin(self) -> None:
+        if self._pinned:
+            _cuda_runtime().cudaHostUnregister(self._bytes.data_ptr())
+            self._pinned = False
 
     def tensors(self, keys: Collection[str]) -> list[tuple[str, torch.Tensor]]:
         """The tensors of those keys, as they were copied."""
@@ -91,6 +115,7 @@ class Slot:
 
     def close(self) -> None:
         """Give the memory back."""
+        self._unpin()
         self._payloads.clear()
         del self._bytes
         with suppress(BufferError):  # a writer that is still at it keeps the map until it ends
@@ -195,6 +220,10 @@ def check_memory(where: str | os.PathLike[str] | bool) -> Path | None:
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise SetupError(f"memory={str(where)!r} is not a folder that can be written.", hint='Use memory="auto".')
     return folder
+
+
+def _cuda_runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def _free_bytes(folder: Path) -> int:
