@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from copy import deepcopy
@@ -36,8 +37,9 @@ class Hold(L.Callback):
     """Keeps each copy behind the training thread from ending, or from beginning, until ``passes`` more backward passes
     are done; and has each save end before the one after it."""
 
-    def __init__(self, passes: int = 1) -> None:
+    def __init__(self, passes: int = 1, linger: float = 0.0) -> None:
         self.passes = passes
+        self.linger = linger  # seconds that a copy goes on after that
         self.held = 0
         self._done = self._until = 0
         self._news = threading.Condition()
@@ -63,6 +65,7 @@ class Hold(L.Callback):
                 self.held += self._done < self._until
                 if not self._news.wait_for(lambda: self._done >= self._until, LONGEST):
                     raise TimeoutError("no backward pass while a copy was held")
+            time.sleep(self.linger)
 
     def release(self, passes: int = 1) -> None:
         with self._news:
@@ -73,7 +76,8 @@ class Hold(L.Callback):
         self.release()
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if self._done >= self._until and (session := _sessions.get(id(trainer))) is not None:
+        in_window = trainer.lightning_module.automatic_optimization and trainer.fit_loop._should_accumulate()
+        if not in_window and (session := _sessions.get(id(trainer))) is not None:
             session.engine.drain(LONGEST)
 
 
@@ -179,9 +183,27 @@ class Adjusts(TinyModel):
             parameter.data.mul_(0.99)
 
 
-def validating(steps: int) -> dict[str, Any]:
-    return {"val_check_interval": steps, "limit_val_batches": 1}
+class Swaps(L.Callback):
+    """Validates with other weights."""
 
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.on_validation_end(trainer, pl_module)
+        time.sleep(0.3)  # longer than a copy lingers
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for parameter in pl_module.parameters():
+            parameter.data.neg_()
+
+
+WITHIN_A_WINDOW = {
+    "callbacks": [Swaps],
+    "every": 1,
+    "linger": 0.1,
+    "accumulate_grad_batches": 2,
+    "val_check_interval": 3,
+    "max_epochs": 1,
+}
+"""Validates between two batches of a window, with no step since the save."""
 
 RUNS: dict[str, tuple[type[TinyModel], dict[str, Any], int]] = {
     "batch norm": (TinyModel, {}, 1),
@@ -195,7 +217,8 @@ RUNS: dict[str, tuple[type[TinyModel], dict[str, Any], int]] = {
     "weights changed before a step": (Adjusts, {}, 1),
     "16 bits": (TinyModel, {"precision": "bf16-mixed"}, 1),
     "16 bits throughout": (TinyModel, {"precision": "bf16-true"}, 1),
-    "average swapped in": (TinyModel, {"average": True, **validating(3)}, 1),
+    "averages": (TinyModel, {"callbacks": [EMAWeightAveraging], "val_check_interval": 3}, 1),
+    "other weights for validation": (TinyModel, WITHIN_A_WINDOW, 1),
 }
 
 
@@ -207,20 +230,21 @@ def train(
     cls, trainer_kwargs, passes = RUNS[run]
     options = {"max_epochs": 2, **trainer_kwargs, **kwargs}
     L.seed_everything(1, verbose=False)
+    every, linger = options.pop("every", 3), options.pop("linger", 0.0)
+    choice = "auto" if overlap else False
     saver = checkpoint_every(
-        root / str(overlap), 3, keep=Keep(last=-1), overlap_staging="auto" if overlap else False, on_save_error="raise"
+        root / str(overlap), every, keep=Keep(last=-1), overlap_staging=choice, on_save_error="raise"
     )
     talk: list[str] = []
-    averages = [EMAWeightAveraging(decay=0.5)] if options.pop("average", False) else []
-    if averages:
-        warnings.filterwarnings("ignore", "You're using the WeightAveraging callback")
-    with Hold(passes) as hold, pytest.MonkeyPatch.context() as patch:
+    others = [cls() for cls in options.pop("callbacks", [])]
+    warnings.filterwarnings("ignore", "You're using the WeightAveraging callback")
+    with Hold(passes, linger) as hold, pytest.MonkeyPatch.context() as patch:
         listen_in(patch, talk)
-        trainer = make_trainer(root, hold, *averages, saver, strategy=strategy(how), **options)
+        trainer = make_trainer(root, hold, *others, saver, strategy=strategy(how), **options)
         if how != "single":
             trainer_devices = {"devices": 2, "use_distributed_sampler": False}
             trainer = make_trainer(root, hold, saver, strategy=strategy(how), **trainer_devices, **options)
-        trainer.fit(cls(), data(), data() if "val_check_interval" in options else None)
+        trainer.fit(cls(), data(), data(4) if "val_check_interval" in options else None)
     return hold.held, talk
 
 
