@@ -33,7 +33,7 @@ from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_resilience import EverySteps, Keep, ResilientCheckpoint
+from lightning_resilience import EverySteps, Keep, ResilientCheckpoint, points
 from lightning_resilience.manifest import Manifest
 from lightning_resilience.reader import CheckpointReader
 from lightning_resilience.staging import Staging
@@ -41,7 +41,7 @@ from lightning_resilience.store import list_checkpoints, verify
 from lightning_resilience.tiers import LocalTier
 
 MOST_STALL = 0.1
-"""Of copying the bytes from the device to locked memory, that an overlapped save may keep the training thread waiting."""
+"""Of copying the bytes from the device to locked memory that an overlapped save may keep the training thread waiting."""
 
 
 class Model(L.LightningModule):
@@ -49,6 +49,7 @@ class Model(L.LightningModule):
 
     def __init__(self, width: int = 512, depth: int = 4, clamps: bool = False) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.clamps = clamps
         self.net = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)), nn.BatchNorm1d(width))
         self.register_buffer("seen", torch.zeros(width))
@@ -98,13 +99,8 @@ def fit(
     **kwargs: Any,
 ) -> ResilientCheckpoint:
     L.seed_everything(0, verbose=False)
-    saver = ResilientCheckpoint(
-        folder,
-        schedule=EverySteps(every),
-        keep=Keep(last=-1),
-        on_save_error=kwargs.pop("on_save_error", "raise"),
-        **kwargs,
-    )
+    kwargs = {"on_save_error": "raise", "keep": Keep(last=-1), **kwargs}
+    saver = ResilientCheckpoint(folder, schedule=EverySteps(every), **kwargs)
     trainer = L.Trainer(
         accelerator="cuda", devices=1, strategy=strategy, max_epochs=1, max_steps=steps, logger=False,
         enable_progress_bar=False, enable_model_summary=False, callbacks=[*callbacks, Settle(saver), saver],
@@ -186,8 +182,10 @@ def check_resume(root: Path) -> dict[str, Any]:
 
 def check_clamp(root: Path) -> dict[str, Any]:
     """Weights changed outside of a step: that save is dropped, the next ones are right."""
+    late = points.listen(lambda name: time.sleep(0.3) if name == "stage.piece" else None)
     with Counted() as counted:
         fit(root, Model(clamps=True), on_save_error="warn")
+    late()
     steps = sorted(manifest.step for manifest in committed(root).values())
     assert counted.count == 1, f"{counted.count} copies behind the training thread"
     assert steps == [6, 9, 12], f"committed: {steps}"
@@ -201,7 +199,7 @@ def check_stall(root: Path, gib: float) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, choice in (("behind", "auto"), ("at once", False)):
         stalls: list[float] = []
-        slow: list[float] = []
+        steps: list[float] = []
         model = Model(width, depth)
 
         class Times(L.Callback):
@@ -227,12 +225,17 @@ def check_stall(root: Path, gib: float) -> dict[str, Any]:
         saver = Saver(folder, schedule=EverySteps(3), keep=Keep(last=1), on_save_error="raise", overlap_staging=choice)
         trainer = L.Trainer(
             accelerator="cuda", devices=1, max_epochs=1, max_steps=18, logger=False, enable_progress_bar=False,
-            enable_model_summary=False, callbacks=[Times(slow), Settle(saver), saver], default_root_dir=folder,
+            enable_model_summary=False, callbacks=[Times(steps), Settle(saver), saver], default_root_dir=folder,
         )  # fmt: skip
         trainer.fit(model, data(width, 24))
         size = next(iter(committed(folder).values())).size
         steady = stalls[1:-1]  # the first makes the slots, the last has no step after it
-        found[name] = {"stalls": stalls, "median": statistics.median(steady), "bytes": size}
+        found[name] = {
+            "stalls": stalls,
+            "median": statistics.median(steady),
+            "bytes": size,
+            "step": statistics.median(steps),
+        }
         del model, trainer
     limit = copy_to_locked_memory(found["behind"]["bytes"])
     ratios = {name: entry["median"] / limit for name, entry in found.items()}
