@@ -180,10 +180,8 @@ class FSDPFamily(PlainFamily):
         return _single_numbers(state)
 
     def still(self, state: Mapping[str, Any]) -> frozenset[str]:
-        """Besides, what is sharded: the state dicts hold copies of it, that nobody else refers to."""
-        model = super().still(state) | {
-            f"{self.prefix}.{name}" for name, value in state[self.prefix].items() if is_a_copy(value)
-        }
+        """What is sharded: the state dicts hold copies of it, that nobody else refers to."""
+        model = {f"{self.prefix}.{name}" for name, value in state[self.prefix].items() if is_a_copy(value)}
         return frozenset(model | {key for key, value in _of_optimizers(state) if is_a_copy(value)})
 
     def files_to_read(self, reader: CheckpointReader) -> set[str]:
