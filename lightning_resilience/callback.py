@@ -118,6 +118,9 @@ class ResilientCheckpoint(ModelCheckpoint):
         memory: where state is staged: ``"auto"`` (tmpfs if it has room), ``False`` (anonymous memory) or a folder on
             tmpfs.  On tmpfs a killed process leaves it to the next start of its run on that node, which reads its
             shards there.
+        overlap_staging: ``"auto"`` copies what only an optimizer's step changes while the next forward and backward
+            pass run, and has the step wait for it; ``False`` copies everything before training goes on.  Right for
+            training code that changes weights at other times, and by ways that torch does not count (``.data``).
         on_save_error: ``"warn"`` goes on training and tries again at the next save, ``"raise"`` stops at the first
             failure.
         max_failures: failed saves in a row after which training stops whatever ``on_save_error`` says.
@@ -170,6 +173,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         loss_key: str = "loss",
         keep: Keep | None = None,
         memory: str | bool = "auto",
+        overlap_staging: Literal["auto", False] = "auto",
         on_save_error: Literal["warn", "raise"] = "warn",
         max_failures: int = 3,
         rollback: Rollback | None = None,
@@ -189,6 +193,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         self._given_dirpath = check_dirpath(dirpath)
         check_remote(remote, storage_options, remote_keep, self._given_dirpath)
         check_choice("mode", mode, ("min", "max"))
+        check_choice("overlap_staging", overlap_staging, ("auto", False))
         check_choice("on_save_error", on_save_error, ("warn", "raise"))
         check_choice("on_unrestorable", on_unrestorable, ("raise", "fresh"))
         check_choice("save_last", save_last, (None, True, False, "link"))
@@ -249,6 +254,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         self.log_metrics = log_metrics
         self._by_step = self.schedule.by_step_alone()
         self.memory = memory
+        self.overlap_staging = overlap_staging
         self.on_save_error = on_save_error
         self.max_failures = max_failures
         self.on_unrestorable = on_unrestorable
@@ -529,7 +535,8 @@ class ResilientCheckpoint(ModelCheckpoint):
         if ends:
             self._wait(trainer)
         if reasons:
-            self._save(trainer, "; ".join(dict.fromkeys(reasons)), epoch)
+            overlap = self.overlap_staging == "auto" and not (epoch_ended or ends)
+            self._save(trainer, "; ".join(dict.fromkeys(reasons)), epoch, overlap=overlap)
         if self._to_skip:
             self._to_skip = session.skip_batches(self._to_skip)
 
@@ -686,7 +693,14 @@ class ResilientCheckpoint(ModelCheckpoint):
     # -- save ---------------------------------------------------------------------------------------------------------
 
     def _save(
-        self, trainer: Trainer, reason: str, epoch: int, *, settled: bool = True, label: str | None = None
+        self,
+        trainer: Trainer,
+        reason: str,
+        epoch: int,
+        *,
+        settled: bool = True,
+        label: str | None = None,
+        overlap: bool = False,
     ) -> Save | None:
         """Start a save of this step, unless it is saved already or one is under way.  Collective.
 
@@ -696,6 +710,7 @@ class ResilientCheckpoint(ModelCheckpoint):
             epoch: the epoch that the last batch belonged to.
             settled: whether Lightning is between two batches, rather than anywhere.
             label: for the manifest.
+            overlap: whether a forward and a backward pass follow, and copying may go on meanwhile.
         """
         session, folder, watch = self._session, self._folder, self._watch
         assert session is not None
@@ -723,6 +738,7 @@ class ResilientCheckpoint(ModelCheckpoint):
             replace=not self._enable_version_counter,
             labels=(*([label] if label else []), *marks),
             suspicion=(suspicion or "the loss of another rank is not finite") if suspect else "",
+            overlap=overlap,
         )
         if save is None:
             watch.telemetry.skipped += 1

@@ -29,7 +29,8 @@ from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten
 
 PRIVATE_NAMES = (
@@ -48,6 +49,9 @@ PRIVATE_NAMES = (
     "lightning.pytorch.loops.fit_loop:_FitLoop.setup_data",
     "lightning.pytorch.loops.fit_loop:_FitLoop.__init__._data_source",
     "lightning.pytorch.trainer.connectors.data_connector:_DataLoaderSource.is_module",
+    "lightning.pytorch.plugins.precision.precision:Precision._after_closure",
+    "torch:Tensor._version",
+    "torch:_foreach_copy_",
     "torch.utils._pytree:tree_flatten",
     "lightning.pytorch.loops.loop:_Loop.restarting",
     "lightning.pytorch.loops.fit_loop:_FitLoop._can_stop_early",
@@ -119,6 +123,7 @@ class Doorway:
         self._watched: Any = None
         self._batches_that_stepped: int | None = None
         self._steps_by_hand = StepsByHand()
+        self._before_steps: BeforeSteps | None = None
         self._replaced: list[tuple[object, str]] = []
 
     def replace(self, owner: object, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -129,6 +134,8 @@ class Doorway:
     def close(self) -> None:
         """Take everything out."""
         self._steps_by_hand.close()
+        if self._before_steps is not None:
+            self._before_steps.close()
         self._unwatch()
         for owner, name in self._replaced:
             with suppress(AttributeError):
@@ -183,6 +190,24 @@ class Doorway:
 
         self.replace(epoch_loop, "on_advance_end", after_batch)
         self.replace(fit_loop, "on_advance_end", after_epoch)
+
+    def before_weights_change(self, action: Callable[[], None]) -> None:
+        """Run ``action`` whenever training is about to do what may change weights: step an optimizer, the Trainer's or
+        any other; validate, where averages take the place of weights; end an epoch."""
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                action()
+                return original(*args, **kwargs)
+
+            return call
+
+        fit_loop = self.trainer.fit_loop
+        # Hooks of callbacks before a step are called in there.
+        self.replace(self.strategy.precision_plugin, "_after_closure", make)
+        self.replace(fit_loop.epoch_loop.val_loop, "run", make)
+        self.replace(fit_loop, "on_advance_end", make)
+        self._before_steps = BeforeSteps(action, lambda: self.trainer.lightning_module.automatic_optimization)
 
     def resume_epoch(self, settled: bool) -> None:
         """The first epoch after a resume is about to begin, or to go on.
@@ -538,6 +563,42 @@ class StepsByHand:
                 " batches, and saves are made after any of them."
             )
         return not 0 < self._since < LONGEST_WINDOW
+
+    def close(self) -> None:
+        """Stop listening to optimizers."""
+        self._hook.remove()
+
+
+class BeforeSteps:
+    """Runs ``action`` before each step of any optimizer.
+
+    Args:
+        action: to run.
+        calls_closures: whether a step that is given a closure is sure to call it first, for its forward and backward
+            pass, so that ``action`` is in time after that.
+    """
+
+    def __init__(self, action: Callable[[], None], calls_closures: Callable[[], bool]) -> None:
+        self._action = action
+        self._calls_closures = calls_closures
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+
+    def _before_step(
+        self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure) or not self._calls_closures():
+            self._action()
+            return None
+
+        def then_act(*closure_args: Any, **closure_kwargs: Any) -> Any:
+            result = closure(*closure_args, **closure_kwargs)
+            self._action()
+            return result
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": then_act}
+        return (args[0], then_act, *args[2:]), kwargs
 
     def close(self) -> None:
         """Stop listening to optimizers."""

@@ -7,8 +7,9 @@
     agree: is any rank busy?
     capture the state
     plan (first time, or its shape changed)
-    stage: copy it into a slot  ──────────>  persist: write the slot's bytes, digest, fsync
-    … training goes on …                     report to the board
+    stage: copy it into a slot  ──────────>  (the rest of the copy, see ``staging``)
+    … training goes on …                     persist: write the slot's bytes, digest, fsync
+                                             report to the board
                                              leader of each folder: all reported? manifest, rename
                                              verdict on the board
     poll: hear of it
@@ -66,6 +67,7 @@ from lightning_resilience.shards import (
     share_out,
 )
 from lightning_resilience.slots import Slot, SlotMemory, dump_objects
+from lightning_resilience.staging import Staging
 from lightning_resilience.tiers import LocalTier
 from lightning_resilience.verdict import Report, Verdict, describe
 
@@ -86,6 +88,7 @@ class Snapshot:
         meta: content of ``meta.pt``, of which rank 0's is written; or why there is none, which drops the save.
         rank_state: content of this rank's own file.
         trained: gives the flat keys of the parameters, which must be finite in a checkpoint to resume from.
+        still: gives the flat keys of tensors that nothing but an optimizer's step changes.
     """
 
     state: State
@@ -93,6 +96,7 @@ class Snapshot:
     meta: bytes | Exception
     rank_state: bytes
     trained: Callable[[], Collection[str]] = tuple
+    still: Callable[[], Collection[str]] = tuple
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,8 @@ class Folder:
 
 @dataclass
 class Save:
-    """One save under way: futures for its stages, and how long they took in seconds."""
+    """One save under way: futures for its stages, and how long they took in seconds: ``stall`` of the training thread,
+    ``stage`` of copying, of which ``behind`` was after the training thread had gone on, and ``persist``."""
 
     step: int
     attempt: int
@@ -137,7 +142,13 @@ class Save:
     began: float = field(default_factory=time.perf_counter)
     stall: float = 0.0
     stage: float = 0.0
+    behind: float = 0.0
     persist: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """How long it took from its beginning to the commit."""
+        return self.stall + self.behind + self.persist
 
     def wait(self, seconds: float | None = None) -> Committed:
         """Block until it is committed.
@@ -199,11 +210,13 @@ class _Job:
     files: dict[str, Any] = field(default_factory=dict)
     parameters: list[tuple[str, Tensor]] = field(default_factory=list)
     slot: Slot | None = None
+    staging: Staging | None = None
     error: BaseException | None = None
     dropped: bool = False
 
     def release(self) -> None:
         """Refer to no slot any more."""
+        self.staging = None
         self.files.clear()
         self.parameters.clear()
         self.slot = None
@@ -233,6 +246,9 @@ class Engine:
         self._plan: _Plan | None = None
         self._unmapped: Slot | None = None  # the slot of the second save, whose pages the first one's thread maps
         self._in_flight: Save | None = None
+        self._staging: Staging | None = None  # of the save in flight, until the slot holds everything
+        self.overlaps = True
+        """Whether staging goes on behind the training thread where a save allows it."""
         self._attempts = 0
         self._finished: queue.SimpleQueue[Save] = queue.SimpleQueue()
         self._jobs: queue.SimpleQueue[_Job | Save | None] = queue.SimpleQueue()
@@ -305,9 +321,16 @@ class Engine:
         return self._in_flight is not None and not self._in_flight.committed.done()
 
     def save(
-        self, folder: Folder, name: str, facts: Facts, capture: Callable[[], Snapshot], *, replace: bool = False
+        self,
+        folder: Folder,
+        name: str,
+        facts: Facts,
+        capture: Callable[[], Snapshot],
+        *,
+        replace: bool = False,
+        overlap: bool = False,
     ) -> Save | None:
-        """Start a save: on return the state is copied and training may go on.
+        """Start a save: on return training may go on, as far as ``finish_staging`` where copying overlaps it.
 
         Args:
             folder: where to.
@@ -315,6 +338,7 @@ class Engine:
             facts: what the manifest says of it.
             capture: gives the state; called once it is certain that there is a save.
             replace: whether a checkpoint of that name gives way, instead.
+            overlap: whether what a forward and a backward pass leave alone may be copied while they run.
 
         Returns:
             The save, which may already have failed; None where the one before it is not done on some rank.
@@ -338,17 +362,28 @@ class Engine:
         job = _Job(save, name, replace and isinstance(folder.tier, LocalTier))
         try:
             with collector_paused():
-                self._stage(job, snapshot)
+                self._stage(job, snapshot, overlap and self.overlaps)
         except Exception as error:
             job.error = error
         else:
-            save.staged.set_result(None)
-            points.reach("staged")
+            if job.staging is None:
+                _tell_staged(save)
         save.stall = time.perf_counter() - begin
         self._submit(job)
         return save
 
-    def _stage(self, job: _Job, snapshot: Snapshot) -> None:
+    def finish_staging(self) -> None:
+        """Return when weights may change.  To be called before they do, on the thread that will change them."""
+        staging, save = self._staging, self._in_flight
+        if staging is None or save is None:
+            return
+        begin = time.perf_counter()
+        staging.let_go_on()
+        save.stall += time.perf_counter() - begin
+        if staging.is_done:
+            self._staging = None
+
+    def _stage(self, job: _Job, snapshot: Snapshot, overlap: bool) -> None:
         prepared = attempt(lambda: self._prepare(snapshot))
         unprepared = isinstance(prepared, BaseException)
         outgrown = not isinstance(prepared, BaseException) and prepared.objects is None
@@ -363,7 +398,10 @@ class Engine:
         assert self._plan is not None
         slot = self._plan.next_slot()
         begin = time.perf_counter()
-        slot.fill(prepared.flat, prepared.objects or dump_objects(self._plan.layout, prepared.flat) or {})
+        objects = prepared.objects or dump_objects(self._plan.layout, prepared.flat) or {}
+        job.staging = self._staging = slot.fill(prepared.flat, objects, snapshot.still() if overlap else ())
+        if job.staging is not None:
+            job.staging.start()
         job.save.stage = time.perf_counter() - begin
         rank = self.ranks.rank
         job.slot = slot
@@ -402,7 +440,7 @@ class Engine:
         if isinstance(mine, BaseException):
             raise mine
 
-        laid = attempt(lambda: self._allocate(lay_out(mine, flat)))
+        laid = attempt(lambda: self._allocate(lay_out(mine, flat), flat.is_on_cuda()))
         everyone = self.ranks.gather(laid if isinstance(laid, BaseException) else laid[0].extents)
         failed = [entry for entry in everyone or () if isinstance(entry, BaseException)]
         failure = self.ranks.broadcast(failed[0] if failed else None)
@@ -416,8 +454,12 @@ class Engine:
         self._plan = _Plan(prepared.fingerprint, laid[0], metadata, laid[1], frozenset(snapshot.trained()))
         self._unmapped = laid[1][0]
 
-    def _allocate(self, layout: Layout) -> tuple[Layout, list[Slot]]:
-        return layout, self._memory.allocate(layout)
+    def _allocate(self, layout: Layout, on_cuda: bool) -> tuple[Layout, list[Slot]]:
+        slots = self._memory.allocate(layout)
+        if on_cuda:
+            for slot in slots:
+                slot.pin()
+        return layout, slots
 
     def _submit(self, job: _Job) -> None:
         if self._thread is None:
@@ -458,6 +500,9 @@ class Engine:
         done = self.drain(self.timeout if seconds is None else seconds)
         if not done:
             log.warning("event=close reason='left while a save was under way; it is dropped'")
+            if self._staging is not None:
+                self._staging.cancel()
+                self._staging.wait(5.0)  # its slot is about to go
         if self._thread is not None:
             self._jobs.put(None)
             if done:
@@ -479,6 +524,7 @@ class Engine:
                 self._retain(job)
                 continue
             save = job.save
+            self._see_staged(job)
             begin = time.perf_counter()
             try:
                 committed = self._persist(job)
@@ -499,6 +545,23 @@ class Engine:
                 if self._unmapped is not None:
                     self._unmapped.populate()
                     self._unmapped = None
+
+    def _see_staged(self, job: _Job) -> None:
+        """Wait until the slot holds everything."""
+        staging = job.staging
+        if staging is None:
+            return
+        begin = time.perf_counter()
+        error = staging.wait(self.timeout)
+        job.error = job.error or error
+        job.save.behind = time.perf_counter() - begin
+        job.save.stage += staging.seconds
+        if staging.changed is not None and self.overlaps:
+            self.overlaps = False
+            why = f"{staging.changed} was changed outside of an optimizer's step: all is copied at once from now on"
+            log.warning("event=overlap rank=%d reason=%r", self.ranks.rank, why)
+        if job.error is None:
+            job.error = attempt(lambda: _tell_staged(job.save))
 
     def _persist(self, job: _Job) -> Committed:
         """Write this rank's files, then see the save through to its verdict."""
@@ -636,6 +699,11 @@ class Engine:
 def _share_out_or_raise(plans: list[Any]) -> GlobalPlan:
     raise_first(plans)
     return share_out(plans)
+
+
+def _tell_staged(save: Save) -> None:
+    save.staged.set_result(None)
+    points.reach("staged")
 
 
 def _close(slots: list[Slot], keep: bool = False) -> None:

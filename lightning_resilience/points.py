@@ -2,6 +2,7 @@
 
 In a normal run nobody listens, and reaching a point costs one truth test.  The names, in the order a save passes them::
 
+    stage.piece         before each piece that is copied behind the training thread, on the thread that copies it
     staged              the slot holds the state; nothing is written yet
     persist.begin       the background thread is about to write
     persist.file        before each file

@@ -196,6 +196,7 @@ class Session:
             door.watch_set_up()
             door.before_first_batch(self._before_first_batch)
             door.between_batches(self._tell_between_batches)
+            door.before_weights_change(self.engine.finish_staging)
             door.after_registering_signals(self._take_signals)
 
     def _before_first_batch(self) -> None:
@@ -321,7 +322,7 @@ class Session:
             self._finished.append(save)
             if self._attempts is not None and save.committed.exception() is None and PINNED not in save.facts.labels:
                 self._attempts.clear()
-            self.save_seconds = max(self.save_seconds, save.stall + save.persist)
+            self.save_seconds = max(self.save_seconds, save.seconds)
         if not self._finished:
             return []
         mine = [save for save in self._finished if save.folder is folder]
@@ -343,6 +344,7 @@ class Session:
         replace: bool = False,
         labels: tuple[str, ...] = (),
         suspicion: str = "",
+        overlap: bool = False,
     ) -> Save | None:
         """Start a save of the Trainer's state as it is now; None where one is under way.
 
@@ -357,13 +359,14 @@ class Session:
             replace: whether a checkpoint of that name gives way.
             labels: for the manifest; rank 0's count.
             suspicion: why it is not to be resumed from, if it is not; rank 0's counts.
+            overlap: whether a forward and a backward pass follow, and copying may go on meanwhile.
         """
         facts = dataclasses.replace(self._facts(reason, epoch, metrics, weights_only, labels), suspicion=suspicion)
 
         def capture() -> Snapshot:
             return self._snapshot(self._doorway.dump_checkpoint(weights_only), settled)
 
-        return self.engine.save(folder, name, facts, capture, replace=replace)
+        return self.engine.save(folder, name, facts, capture, replace=replace, overlap=overlap)
 
     def save_now(
         self, folder: Folder, name: str, facts: Facts, capture: Callable[[], Snapshot], *, replace: bool
@@ -411,7 +414,14 @@ class Session:
         own["syncs_buffers"] = self._doorway.syncs_buffers
         if self.resumption.exact_data:
             own["data"] = self.data.state()
-        return Snapshot(state, identical, meta, run_state.to_bytes(own), lambda: self._trained(state))
+        return Snapshot(
+            state,
+            identical,
+            meta,
+            run_state.to_bytes(own),
+            lambda: self._trained(state),
+            lambda: self.family.still(state),
+        )
 
     def _trained(self, state: Mapping[str, Any]) -> set[str]:
         """Flat keys of the model's parameters and their moments: no buffers, which may be infinite (masks are), and no
@@ -666,6 +676,7 @@ class Session:
             CheckpointCorrupt: it is damaged.
             CheckpointIncompatible: it does not fit what is trained now.
         """
+        self.engine.finish_staging()
         place = self.places[folder.tier.where()]
         save = next((manifest.save_id for manifest in copies.values()), None)
         try:

@@ -141,13 +141,22 @@ class FlatState:
 
     def _same_memory(self) -> list[tuple[str, str]]:
         """Keys of one and the same memory, with the first key that has it."""
-        addresses = [_address_of(value) for value in self.values.values()]
+        addresses = [address_of(value) for value in self.values.values()]
         found = [address for address in addresses if address]
         if len(set(found)) == len(found):
             return []
         first_seen: dict[tuple[Any, ...], str] = {}
         pairs = ((key, first_seen.setdefault(_storage_of(key, value), key)) for key, value in self.values.items())
         return [(key, first) for key, first in pairs if key != first]
+
+    def is_on_cuda(self) -> bool:
+        """Whether any of it is in the memory of a CUDA device."""
+        return any(
+            any(shard.tensor.is_cuda for shard in value.local_shards())
+            if isinstance(value, ShardedTensor)
+            else isinstance(value, Tensor) and value.is_cuda
+            for value in self.values.values()
+        )
 
     def tied(self) -> tuple[dict[str, str], set[str]]:
         """Keys whose storage an earlier key has too (with that key), and keys where this rank cannot tell: it has no
@@ -179,7 +188,7 @@ def _has_tensors(values: list[Any]) -> bool:
     return any(isinstance(v, (Mapping, Tensor)) or (isinstance(v, list) and _has_tensors(v)) for v in values)
 
 
-def _address_of(value: Any) -> int:
+def address_of(value: Any) -> int:
     """Where a tensor's memory begins; 0 where it has none of its own to compare."""
     if type(value) not in PLAIN:
         if isinstance(value, ShardedTensor) or not isinstance(value, Tensor):

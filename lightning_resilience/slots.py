@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +27,7 @@ from lightning_resilience.errors import SetupError
 from lightning_resilience.manifest import FileEntry
 from lightning_resilience.scratch import Scratch
 from lightning_resilience.shards import PLAIN, FlatState, Layout, dump_object
+from lightning_resilience.staging import Copies, Staging, copy_at_once
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -58,6 +59,7 @@ class Slot:
         self._own_files = frozenset(os.listdir(path)) if path is not None else frozenset()
         self._memory = memory
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self._pinned: list[int] = []  # addresses of what is locked
         for offset, constant in layout.constant:
             memory[offset : offset + len(constant)] = constant
         self._payloads = [
@@ -66,24 +68,50 @@ class Slot:
         ]
         self._wanted = [(spot.piece.key, spot.shape, spot.piece) for spot in layout.tensors]
 
-    def fill(self, flat: FlatState, objects: Mapping[str, bytes]) -> None:
-        """Copy the state in.  On return nothing of it is referred to any more.
+    def fill(self, flat: FlatState, objects: Mapping[str, bytes], later: Collection[str] = ()) -> Staging | None:
+        """Copy the state in.  On return nothing of it is referred to any more, but by what is left to copy.
 
         Args:
             flat: this rank's state, of the fingerprint that the layout was made for.
             objects: the pickled values that are not tensors, by key; see ``dump_objects``.
+            later: keys of tensors that may be copied behind the training thread.
+
+        Returns:
+            The copies that are left, to be started; None where there are none.
         """
-        if self._payloads:
-            values = flat.values
-            with torch.no_grad():
-                sources = [
-                    value if type(value := values[key]) in PLAIN and value.shape == shape else piece.cut(flat)
-                    for key, shape, piece in self._wanted
-                ]
-                torch._foreach_copy_(self._payloads, sources)
         for spot in self.layout.objects:
             pickled = objects[spot.piece.key]
             self._memory[spot.offset : spot.offset + spot.capacity] = pickled.ljust(spot.capacity, b"\0")
+        values, at_once, behind = flat.values, Copies(), Copies()
+        with torch.no_grad():
+            for (key, shape, piece), payload in zip(self._wanted, self._payloads, strict=True):
+                value = values[key]
+                source = value if type(value) in PLAIN and value.shape == shape else piece.cut(flat)
+                (behind if key in later else at_once).add(key, payload, source)
+        if behind.sources:
+            return Staging(at_once, behind)
+        copy_at_once(at_once)
+        return None
+
+    def pin(self) -> None:
+        """Have the driver of CUDA lock the memory, so that devices copy to it by themselves and at full speed; where it
+        refuses, copies are slower."""
+        if self._pinned:
+            return
+        for begin, end in ((0, self.layout.common), (self.layout.common, self.layout.size)):  # a file each
+            if begin == end:
+                continue
+            address = self._bytes.data_ptr() + begin
+            if error := int(_cuda_runtime().cudaHostRegister(address, end - begin, 0)):
+                log.warning(
+                    "event=memory reason='the slot cannot be locked for CUDA (error %d): copies are slower'", error
+                )
+                return
+            self._pinned.append(address)
+
+    def _unpin(self) -> None:
+        while self._pinned:
+            _cuda_runtime().cudaHostUnregister(self._pinned.pop())
 
     def tensors(self, keys: Collection[str]) -> list[tuple[str, torch.Tensor]]:
         """The tensors of those keys, as they were copied."""
@@ -114,6 +142,7 @@ class Slot:
 
     def close(self, *, keep: bool = False) -> None:
         """Give the memory back; or ``keep`` its files for the process after this one."""
+        self._unpin()
         self._payloads.clear()
         del self._bytes
         with suppress(BufferError):  # a writer that is still at it keeps the map until it ends
@@ -253,6 +282,10 @@ def check_memory(where: str | os.PathLike[str] | bool) -> Path | None:
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise SetupError(f"memory={str(where)!r} is not a folder that can be written.", hint='Use memory="auto".')
     return folder
+
+
+def _cuda_runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def _free_bytes(folder: Path) -> int:

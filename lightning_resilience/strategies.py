@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 
 from lightning_resilience.errors import CheckpointIncompatible, SetupError
 from lightning_resilience.reader import CheckpointReader, canonical, empty
+from lightning_resilience.shards import address_of
 
 UNSUPPORTED = {
     "DeepSpeedStrategy": "DeepSpeed keeps its own checkpoint format; use FSDPStrategy or ModelParallelStrategy.",
@@ -61,6 +62,9 @@ class Family(Protocol):
 
     def identical(self, state: Mapping[str, Any]) -> frozenset[str]:
         """Flat keys of plain tensors that all ranks hold bit for bit."""
+
+    def still(self, state: Mapping[str, Any]) -> frozenset[str]:
+        """Flat keys of tensors that nothing but an optimizer's step changes, in training as it is meant to be."""
 
     def files_to_read(self, reader: CheckpointReader) -> set[str]:
         """Names of the shard files that this rank's part is in, where a checkpoint ``loads_late``.  Collective."""
@@ -97,6 +101,23 @@ class PlainFamily:
         """Parameters and moments, which DDP keeps equal; not buffers, of which rank 0's are the ones it broadcasts."""
         parameters = {f"{self.prefix}.{name}" for name, _ in self.module.named_parameters(remove_duplicate=False)}
         return frozenset(parameters | _moments(state))
+
+    def still(self, state: Mapping[str, Any]) -> frozenset[str]:
+        """The trainable parameters that optimizers own, and what those keep of them.
+
+        By their memory, not by name: callbacks put other tensors in the place of parameters, such as averages.
+        """
+        optimizers = [raw_optimizer(optimizer) for optimizer in self._strategy.optimizers]
+        owned = {
+            address_of(parameter)
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        } - {0}
+        kept = {id(value) for one in optimizers for entry in one.state.values() for value in _values_of(entry)}
+        model = {f"{self.prefix}.{name}" for name, value in state[self.prefix].items() if address_of(value) in owned}
+        return frozenset(model | {key for key, value in _of_optimizers(state) if id(value) in kept})
 
     def files_to_read(self, reader: CheckpointReader) -> set[str]:
         return reader.files_for(self.model_state())
@@ -157,6 +178,11 @@ class FSDPFamily(PlainFamily):
 
     def identical(self, state: Mapping[str, Any]) -> frozenset[str]:
         return _single_numbers(state)
+
+    def still(self, state: Mapping[str, Any]) -> frozenset[str]:
+        """What is sharded: the state dicts hold copies of it, that nobody else refers to."""
+        model = {f"{self.prefix}.{name}" for name, value in state[self.prefix].items() if is_a_copy(value)}
+        return frozenset(model | {key for key, value in _of_optimizers(state) if is_a_copy(value)})
 
     def files_to_read(self, reader: CheckpointReader) -> set[str]:
         """torch loads an optimizer's state that is a single number on every rank, whoever has the parameter."""
@@ -444,13 +470,28 @@ def _named_by_position(
     return {(_name_at(("state", key), in_order) or str(key)): value for key, value in state.items()}
 
 
-def _flat_moments(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def _of_optimizers(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What optimizers keep of each parameter, by flat key."""
     for part, content in state.items():
         if part.startswith("optimizer_"):
             for name, of_parameter in content.get("state", {}).items():
                 for key, value in of_parameter.items() if isinstance(of_parameter, dict) else ():
-                    if isinstance(value, Tensor) and not isinstance(value, DTensor):
-                        yield f"{part}.state.{name}.{key}", value
+                    yield f"{part}.state.{name}.{key}", value
+
+
+def _values_of(entry: Any) -> Iterable[Any]:
+    return entry.values() if isinstance(entry, dict) else ()
+
+
+def is_a_copy(value: Any) -> bool:
+    """Whether a value of FSDP1's sharded state dicts was gathered for it."""
+    return isinstance(value, ShardedTensor)
+
+
+def _flat_moments(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    for key, value in _of_optimizers(state):
+        if isinstance(value, Tensor) and not isinstance(value, DTensor):
+            yield key, value
 
 
 def _single_numbers(state: Mapping[str, Any]) -> frozenset[str]:

@@ -152,7 +152,7 @@ class Watch:
         cost = Cost(save.stall, save.stage, save.persist, manifest.size)
         healthy = manifest.health == HEALTHY
         self.telemetry.committed(cost, healthy)
-        seconds = save.stall + save.persist
+        seconds = save.seconds
         if self._decider is not None:
             self._decider.see_save(save.stall, seconds)
         if self._ledger is not None:

@@ -189,6 +189,7 @@ ARGUMENTS: dict[str, list[Any]] = {
     "loss_key": ["mse"],
     "keep": [{"last": 5}, {"last": -1, "top_k": 2}, {"last": 2, "marked": 0}],
     "memory": ["auto", False],
+    "overlap_staging": ["auto", False],
     "on_save_error": ["raise"],
     "max_failures": [7],
     "rollback": [None],  # which goes with few of the others; examples/config.yaml has one
@@ -243,7 +244,16 @@ def test_arguments_are_set_from_yaml_and_round_trip(
         return built
 
     built = build()
-    for name in ("memory", "max_failures", "on_save_error", "on_unrestorable", "save_timeout", "mode", "monitor"):
+    for name in (
+        "memory",
+        "overlap_staging",
+        "max_failures",
+        "on_save_error",
+        "on_unrestorable",
+        "save_timeout",
+        "mode",
+        "monitor",
+    ):
         assert getattr(built, name) == values[name]
     assert built.keep.last == values["keep"]["last"]
     assert (type(built.schedule).__name__ in values.get("schedule", {}).get("class_path", "")) == ("schedule" in values)

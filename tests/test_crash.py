@@ -23,6 +23,7 @@ from probes import Witness, at, die, fit, journal, whole_steps
 from support import TinyModel
 
 MOMENTS = [
+    ("stage.piece", 1),
     ("staged", 1),
     ("persist.begin", 1),
     *(("persist.file", nth) for nth in range(1, 6)),  # shards, generators, meta.pt, .metadata, manifest

@@ -552,6 +552,7 @@ def test_plugin_alone_gives_a_stock_callback_committed_folders(tmp_path: Path) -
         ({"keep": 3}, "keep=3"),
         ({"memory": "/nowhere/at/all"}, "/nowhere/at/all"),
         ({"memory": True}, "memory=True"),
+        ({"overlap_staging": "yes"}, "overlap_staging='yes'"),
         ({"on_save_error": "ignore"}, "on_save_error='ignore'"),
         ({"on_unrestorable": "fersh"}, "on_unrestorable='fersh'"),
         ({"max_failures": 0}, "max_failures=0"),

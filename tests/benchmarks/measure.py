@@ -44,6 +44,7 @@ class Config:
         steady: saves after the first and the second, in each round; what a route sets up once, such as the second of
             two buffers, is there by then.
         steps: training steps before, and at least as many after, a save during training; 0 for no training.
+        passes: forward and backward passes in such a step.
     """
 
     folder: Path
@@ -53,6 +54,7 @@ class Config:
     rounds: int = 3
     steady: int = 1
     steps: int = 4
+    passes: int = 1
 
 
 def measure(config: Config) -> Samples:
@@ -184,7 +186,8 @@ class _Measurement:
 
     def _step(self, before_update: Callable[[], None], done: bool) -> tuple[float, bool]:
         """One training step in which the ranks wait for each other, as with DDP: seconds waited, and are all done?"""
-        self.state.forward_backward()
+        for _ in range(self.config.passes):
+            self.state.forward_backward()
         flag = torch.tensor([0 if done else 1])
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         begin = time.perf_counter()

@@ -81,7 +81,9 @@ class Route(ABC):
 
 
 class LightningResilience(Route):
-    """This package's engine, as the callback uses it."""
+    """This package's engine, as the callback uses it: copying overlaps forward and backward."""
+
+    overlaps = True
 
     def __init__(self, folder: Path, state: TrainingState) -> None:
         from lightning_resilience.engine import Engine
@@ -108,17 +110,18 @@ class LightningResilience(Route):
         meta = io.BytesIO()
         torch.save({"epoch": 0, "global_step": self.saves}, meta)
         rank_state = run_state.to_bytes(run_state.capture())
-        return Snapshot(nested, frozenset(identical), meta.getvalue(), rank_state)
+        still = {key for key, _ in self.state.flat()}
+        return Snapshot(nested, frozenset(identical), meta.getvalue(), rank_state, still=lambda: still)
 
     def start(self) -> None:
         from lightning_resilience.engine import Facts
 
         facts = Facts(step=self.saves, epoch=0, reason="benchmark", strategy="SingleDeviceStrategy")
-        self.current = self.engine.save(self.run_folder, self.path.name, facts, self.capture)
+        self.current = self.engine.save(self.run_folder, self.path.name, facts, self.capture, overlap=self.overlaps)
         assert self.current is not None
 
     def wait_staged(self) -> None:
-        self.current.staged.result()
+        self.engine.finish_staging()
 
     def durable(self) -> bool:
         return bool(self.current.committed.done())
@@ -146,6 +149,12 @@ class LightningResilience(Route):
 
     def abandon(self) -> None:
         self.engine.close(0)
+
+
+class LightningResilienceAtOnce(LightningResilience):
+    """The same, copying everything before training goes on."""
+
+    overlaps = False
 
 
 class TorchSave(Route):
@@ -316,6 +325,7 @@ class DcpAsyncProcess(DcpAsyncThread):
 
 ROUTES: dict[str, type[Route]] = {
     "lightning_resilience": LightningResilience,
+    "at-once": LightningResilienceAtOnce,
     "torch.save": TorchSave,
     "AsyncCheckpointIO": AsyncIO,
     "dcp.save-1": DcpSave,

@@ -97,6 +97,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--repeat", type=int, default=3, help="rounds (default 3)")
     parser.add_argument("--steps", type=int, default=4, help="training steps around a save; 0: no training (default 4)")
+    parser.add_argument("--passes", type=int, default=1, help="forward and backward passes in a step (default 1)")
     parser.add_argument(
         "--many", type=int, default=20000, help=f"tensors of 1 KiB for {OURS}'s cost a tensor; 0: skip (default 20000)"
     )
@@ -122,7 +123,7 @@ def measure_ranks(
             size=size,
             tensors=tensors,
             routes=tuple(routes),
-            **({"rounds": options.repeat, "steps": options.steps} | other),
+            **({"rounds": options.repeat, "steps": options.steps, "passes": options.passes} | other),
         )
         path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
         results = run_ranks(

@@ -1,0 +1,331 @@
+"""Copying live tensors into a slot: at once, or behind the training thread while it goes on.
+
+::
+
+    training thread         copy what the forward changes │ forward, backward │ ── barrier ── │ optimizer step
+    thread of the copy                                    │ copy the rest ────┼──> checked    │
+
+Behind the training thread only what nothing but an optimizer's step changes may be copied.  Before that step, and
+before anything else that may change weights, the training thread passes the *barrier* (``let_go_on``): on a host it
+stands still until everything is copied, and helps; on a CUDA device only the device waits, and the host goes on.
+
+What was changed before the barrier all the same is noticed by the version that torch counts for each tensor, and makes
+the copy void.  Changes that torch does not count (through ``.data``, by foreign kernels) cannot be seen.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_resilience import points
+from lightning_resilience.errors import SaveFailed
+
+THREAD = "resilience-stage"
+"""Name of the thread that copies."""
+
+PIECE = 16 * 2**20
+"""Bytes after which another thread may go on with a copy; few enough for the training thread to help."""
+SMALL = 128 * 2**10
+"""Bytes up to which tensors are copied many at a time; torch copies them with one thread."""
+MANY = 512
+"""How many of them at a time."""
+
+
+class Copies:
+    """Tensors to copy: ``sources``, each over the one of ``targets`` (in host memory) at its place, by ``names``."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.targets: list[Tensor] = []
+        self.sources: list[Tensor] = []
+
+    def add(self, name: str, target: Tensor, source: Tensor) -> None:
+        """One more."""
+        self.names.append(name)
+        self.targets.append(target)
+        self.sources.append(source)
+
+    def on(self, device: torch.device) -> Copies:
+        """Those from one device."""
+        if self.devices() == [device]:
+            return self
+        mine = Copies()
+        for name, target, source in zip(self.names, self.targets, self.sources, strict=True):
+            if source.device == device:
+                mine.add(name, target, source)
+        return mine
+
+    def devices(self) -> list[torch.device]:
+        """Where they are copied from."""
+        return list({source.device: None for source in self.sources})
+
+    def clear(self) -> None:
+        """Refer to none any more."""
+        for part in (self.names, self.targets, self.sources):
+            part.clear()
+
+
+@torch.no_grad()
+def copy_at_once(copies: Copies) -> None:
+    """Copy; on return it is done."""
+    if not copies.sources:
+        return
+    torch._foreach_copy_(copies.targets, copies.sources, non_blocking=True)
+    for device in copies.devices():
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+
+class Lane(Protocol):
+    """How tensors of one kind of device are copied."""
+
+    def run(self) -> None:
+        """On the thread of the copy: copy, or tell the device to."""
+
+    def help(self) -> None:
+        """On the training thread: take part in what is left.  What goes wrong is raised by ``run``."""
+
+    def hold_back(self) -> None:
+        """On the training thread, after ``run``: let nothing that follows change a source that is not copied."""
+
+    def settle(self) -> None:
+        """On the thread of the copy: return when the targets hold everything."""
+
+    def cancel(self) -> None:
+        """Do not go on."""
+
+
+class HostLane:
+    """Sources in host memory: two threads copy piece by piece, without holding the interpreter's lock."""
+
+    def __init__(self, now: Copies, later: Copies) -> None:
+        copy_at_once(now)
+        self._targets, self._sources = later.targets, later.sources
+        self._next = self._offset = self._under_way = 0
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def run(self) -> None:
+        self.help()
+        self.hold_back()
+        if self._error is not None:
+            raise self._error
+
+    @torch.no_grad()
+    def help(self) -> None:
+        while (piece := self._take()) is not None:
+            try:
+                points.reach("stage.piece")
+                piece()
+            except BaseException as error:
+                self._error = error
+                self.cancel()
+            finally:
+                with self._changed:
+                    self._under_way -= 1
+                    self._changed.notify_all()
+
+    def _take(self) -> Callable[[], object] | None:
+        with self._changed:
+            if self._next >= len(self._sources):
+                return None
+            self._under_way += 1
+            source, target = self._sources[self._next], self._targets[self._next]
+            return self._part_of(source, target) if _is_large(source) else self._several()
+
+    def _part_of(self, source: Tensor, target: Tensor) -> Callable[[], object]:
+        if not (source.is_contiguous() and source.dtype == target.dtype):
+            self._next += 1
+            return partial(target.copy_, source)
+        begin, size = self._offset, source.nbytes
+        count = min(PIECE, size - begin)
+        self._offset = begin + count if begin + count < size else 0
+        self._next += not self._offset
+        return partial(ctypes.memmove, target.data_ptr() + begin, source.data_ptr() + begin, count)
+
+    def _several(self) -> Callable[[], object]:
+        begin = self._next
+        while self._next < min(len(self._sources), begin + MANY) and not _is_large(self._sources[self._next]):
+            self._next += 1
+        return partial(torch._foreach_copy_, self._targets[begin : self._next], self._sources[begin : self._next])
+
+    def hold_back(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._under_way)
+
+    def settle(self) -> None:
+        pass
+
+    def cancel(self) -> None:
+        with self._changed:
+            self._next = len(self._sources)
+
+
+def _is_large(tensor: Tensor) -> bool:
+    return tensor.nbytes > SMALL
+
+
+class CudaLane:
+    """Sources on a CUDA device: copies are put on a stream of their own, after what the training stream has to do for
+    this step, and the training stream waits for them before the next."""
+
+    def __init__(self, device: torch.device, now: Copies, later: Copies) -> None:
+        self._device, self._later, self._now = device, later, now
+        self._cancelled = False
+        with torch.no_grad():
+            if now.sources:
+                torch._foreach_copy_(now.targets, now.sources, non_blocking=True)
+        self._stream = copy_stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def run(self) -> None:
+        targets, sources = self._later.targets, self._later.sources
+        with torch.cuda.stream(self._stream):
+            for begin in range(0, len(sources), MANY):
+                if self._cancelled:
+                    break
+                points.reach("stage.piece")
+                several = slice(begin, begin + MANY)
+                torch._foreach_copy_(targets[several], sources[several], non_blocking=True)
+            self._copied.record(self._stream)
+
+    def help(self) -> None:
+        pass
+
+    def hold_back(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._copied)
+
+    def settle(self) -> None:
+        self._copied.synchronize()
+
+    def cancel(self) -> None:
+        self._cancelled = True
+
+
+@lru_cache
+def copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream that copies from a device, one for the process."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _lane(device: torch.device, now: Copies, later: Copies) -> Lane:
+    return CudaLane(device, now, later) if device.type == "cuda" else HostLane(now, later)
+
+
+class Staging:
+    """One copy behind the training thread.  Made on the training thread, which goes on after ``start``.
+
+    Args:
+        now: what is copied before anything else happens to it.
+        later: what only an optimizer's step changes.
+    """
+
+    def __init__(self, now: Copies, later: Copies) -> None:
+        self._lanes = [_lane(device, now.on(device), later.on(device)) for device in _devices(now, later)]
+        self._later = later
+        self._marks = list(map(_mark, later.sources))
+        self._lock = threading.Lock()
+        self._closed = False
+        self._cancelled = False
+        self._began = time.perf_counter()
+        self._on_its_way = threading.Event()
+        self._done = threading.Event()
+        self.error: BaseException | None = None
+        """Why the targets do not hold what they should, once it is known."""
+        self.changed: str | None = None
+        """The tensor that was changed too early, if that is why."""
+        self.seconds = 0.0
+        """How long it took."""
+
+    def start(self) -> None:
+        """Begin."""
+        threading.Thread(target=self._run, name=THREAD, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            try:
+                for lane in self._lanes:
+                    lane.run()
+            finally:
+                self._on_its_way.set()
+            for lane in self._lanes:
+                lane.settle()
+            if self._cancelled:
+                raise SaveFailed("The copy of the state was given up.", stage="stage")
+            self._close()
+        except BaseException as error:
+            self.error = error
+        finally:
+            with self._lock:
+                self._closed = True
+                self._later.clear()
+                self._marks.clear()
+                self._lanes.clear()
+            self.seconds = time.perf_counter() - self._began
+            self._done.set()
+
+    def let_go_on(self) -> None:
+        """The barrier: on return of it weights may be changed on this thread.  May be passed more than once."""
+        lanes = list(self._lanes)  # they are dropped once all is copied
+        for lane in lanes:
+            lane.help()
+        self._on_its_way.wait()
+        self._close()
+        for lane in lanes:
+            lane.hold_back()
+
+    def _close(self) -> None:
+        """Whatever changes a source from now on does it after it was copied; has anything before?"""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self.changed = next(self._changed(), None)
+                if self.changed is not None:
+                    self.error = SaveFailed(
+                        f"{self.changed} was changed outside of an optimizer's step, while it was copied.",
+                        stage="stage",
+                        hint="Change weights after the step (on_train_batch_end), or set overlap_staging=False.",
+                    )
+
+    def _changed(self) -> Iterator[str]:
+        marks = zip(self._later.names, self._later.sources, self._marks, strict=True)
+        return (name for name, source, mark in marks if _mark(source) != mark)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the targets hold everything, or never will."""
+        return self._done.is_set()
+
+    def wait(self, seconds: float) -> BaseException | None:
+        """Block until the targets hold everything; why they do not, if they do not."""
+        if not self._done.wait(seconds):
+            self.cancel()
+            return SaveFailed(f"The state was not copied within {seconds:.0f} s.", stage="stage")
+        return self.error
+
+    def cancel(self) -> None:
+        """Do not go on with it."""
+        self._cancelled = True
+        for lane in list(self._lanes):
+            lane.cancel()
+
+
+def _devices(*copies: Copies) -> Sequence[torch.device]:
+    """Those of the copies; a host last, whose copies take this thread's time."""
+    found = {device: None for some in copies for device in some.devices()}
+    return sorted(found, key=lambda device: device.type != "cuda")
+
+
+def _mark(tensor: Tensor) -> tuple[int, int]:
+    """What differs once a tensor was changed in place, or was given other memory."""
+    return tensor._version, tensor.data_ptr()
