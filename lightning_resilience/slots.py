@@ -13,10 +13,12 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import threading
 import uuid
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -45,14 +47,26 @@ class Slot:
         self.layout = layout
         self.path = path
         self._memory = memory
-        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        for offset, constant in layout.constant:
-            memory[offset : offset + len(constant)] = constant
-        self._payloads = [
-            self._bytes[spot.offset : spot.offset + spot.nbytes].view(spot.dtype).view(spot.shape)
-            for spot in layout.tensors
-        ]
-        self._wanted = [(spot.piece.key, spot.shape, spot.piece) for spot in layout.tensors]
+        self._payloads: list[torch.Tensor] = []
+        self._keys = [spot.piece.key for spot in layout.tensors]
+        self._cut: list[int] | None = None  # which payloads are not a whole plain tensor of the state
+        self._chosen: tuple[Collection[str], list[tuple[str, torch.Tensor]]] | None = None
+        self._laying_out = threading.Lock()
+        self._state: Literal["new", "laid out", "closed"] = "new"
+
+    def lay_out(self) -> None:
+        """Write what is the same in every save, unless that is done; any thread may."""
+        with self._laying_out:
+            if self._state != "new":
+                return
+            for offset, constant in self.layout.constant:
+                self._memory[offset : offset + len(constant)] = constant
+            whole = torch.frombuffer(self._memory, dtype=torch.uint8)
+            self._payloads = [
+                whole[spot.offset : spot.offset + spot.nbytes].view(spot.dtype).view(spot.shape)
+                for spot in self.layout.tensors
+            ]
+            self._state = "laid out"
 
     def fill(self, flat: FlatState, objects: Mapping[str, bytes]) -> None:
         """Copy the state in.  On return nothing of it is referred to any more.
@@ -61,13 +75,17 @@ class Slot:
             flat: this rank's state, of the fingerprint that the layout was made for.
             objects: the pickled values that are not tensors, by key; see ``dump_objects``.
         """
+        self.lay_out()
         if self._payloads:
-            values = flat.values
-            with torch.no_grad():
-                sources = [
-                    value if type(value := values[key]) in PLAIN and value.shape == shape else piece.cut(flat)
-                    for key, shape, piece in self._wanted
+            sources = list(map(flat.values.__getitem__, self._keys))
+            if self._cut is None:  # kinds and shapes are part of the fingerprint
+                spots = zip(sources, self.layout.tensors, strict=True)
+                self._cut = [
+                    i for i, (value, spot) in enumerate(spots) if type(value) not in PLAIN or value.shape != spot.shape
                 ]
+            for i in self._cut:
+                sources[i] = self.layout.tensors[i].piece.cut(flat)
+            with torch.no_grad():
                 torch._foreach_copy_(self._payloads, sources)
         for spot in self.layout.objects:
             pickled = objects[spot.piece.key]
@@ -75,15 +93,19 @@ class Slot:
 
     def tensors(self, keys: Collection[str]) -> list[tuple[str, torch.Tensor]]:
         """The tensors of those keys, as they were copied."""
-        named = zip((key for key, _, _ in self._wanted), self._payloads, strict=True)
-        return [(key, payload) for key, payload in named if key in keys]
+        if self._chosen is None or self._chosen[0] is not keys:
+            named = zip(self._keys, self._payloads, strict=True)
+            self._chosen = keys, [(key, payload) for key, payload in named if key in keys]
+        return list(self._chosen[1])
 
     def populate(self) -> None:
-        """Have the kernel map the memory now, and not at the first copy; where it cannot, nothing is lost."""
+        """Have the kernel map the memory now, and not at the first copy, and lay it out; where it cannot, nothing is
+        lost."""
         with suppress(OSError, ValueError):  # an older kernel; a slot that was closed meanwhile
             for start in range(0, len(self._memory), _MAP_AT_ONCE):
                 count = min(_MAP_AT_ONCE, len(self._memory) - start)
                 self._memory.madvise(_MADV_POPULATE_WRITE, start, count)
+        self.lay_out()
 
     def view(self) -> memoryview:
         """The whole file."""
@@ -91,8 +113,10 @@ class Slot:
 
     def close(self) -> None:
         """Give the memory back."""
-        self._payloads.clear()
-        del self._bytes
+        with self._laying_out:
+            self._state = "closed"
+            self._chosen = None
+            self._payloads.clear()
         with suppress(BufferError):  # a writer that is still at it keeps the map until it ends
             self._memory.close()
         if self.path is not None:
