@@ -1,4 +1,4 @@
-"""The first save is prepared: after the first step plan and slots are there, and they hold as long as the shape does."""
+"""The first save is prepared: after the first step plan and slots are there, and hold as long as the shape does."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from lightning_resilience.engine import Engine, Facts, Snapshot
 from lightning_resilience.ranks import Ranks
 from lightning_resilience.reader import CheckpointReader
 from lightning_resilience.tiers import LocalTier
+from support import TinyModel, checkpoint_every, committed, data, make_trainer
 
 FACTS = Facts(step=1, epoch=0, reason="test", strategy="SingleDeviceStrategy")
 
@@ -87,3 +89,21 @@ def test_what_cannot_be_prepared_is_left_to_the_save(tmp_path: Path, engine: Eng
 def test_an_engine_closes_while_it_prepares(engine: Engine) -> None:
     engine.prepare(snapshot(**{f"w{i}": torch.zeros(10) for i in range(500)}))
     engine.close()
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_run_prepares_after_its_first_step_and_plans_no_more(
+    tmp_path: Path, plans: list[list[str]], weights_only: bool
+) -> None:
+    planned: list[tuple[int, int]] = []
+
+    class Look(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+            planned.append((trainer.global_step, len(plans)))
+
+    run = checkpoint_every(tmp_path / "run", 4, save_weights_only=weights_only)
+    make_trainer(tmp_path, run, Look()).fit(TinyModel(), data())
+    assert [manifest.step for manifest in committed(tmp_path / "run")] == [4, 8]
+    assert planned == [(0, 0), *((step, 1) for step in range(1, 8))]
+    assert len(plans) == 1
+    assert any(key.startswith("optimizer_0") for key in plans[0]) is not weights_only
