@@ -285,6 +285,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         self._peers: Peers | None = None
         self._last_save: Save | None = None
         self._agreement: Agreement | None = None
+        self._is_prepared = False
         self._watch: Watch | None = None
         self._to_skip = 0
         self._watched_before: Mapping[str, Any] | None = None
@@ -475,6 +476,7 @@ class ResilientCheckpoint(ModelCheckpoint):
             return
         self._session.stop_before_training()
         self._agreement = Agreement(self._session.ranks, self._session.preemption.period)
+        self._is_prepared = False
         self._session.between_batches.append(self._between_batches)
         self._session.before_leaving.append(self._replicate_in_time)
         self._session.went_back.append(self._go_on_from)
@@ -537,6 +539,9 @@ class ResilientCheckpoint(ModelCheckpoint):
         if reasons:
             overlap = self.overlap_staging == "auto" and not (epoch_ended or ends)
             self._save(trainer, "; ".join(dict.fromkeys(reasons)), epoch, overlap=overlap)
+        elif not self._is_prepared and self._folder is not None:
+            session.prepare(self.save_weights_only)  # the optimizers have their state now
+        self._is_prepared = True
         if self._to_skip:
             self._to_skip = session.skip_batches(self._to_skip)
 

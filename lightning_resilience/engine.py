@@ -33,6 +33,7 @@ from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -181,10 +182,18 @@ class _Plan:
 
     fingerprint: tuple[Any, ...]
     layout: Layout
-    metadata: bytes
+    undescribed: Callable[[], bytes] | None
     slots: list[Slot]
     trained: frozenset[str]
     turn: int = 0
+    _metadata: bytes = b""
+
+    def metadata(self) -> bytes:
+        """Content of ``.metadata``, made when it is first asked for, by the one thread that asks: with many tensors it
+        takes longer than all the rest."""
+        if self.undescribed is not None:
+            self._metadata, self.undescribed = self.undescribed(), None
+        return self._metadata
 
     def next_slot(self) -> Slot:
         self.turn += 1
@@ -208,6 +217,7 @@ class _Job:
     name: str
     replace: bool
     files: dict[str, Any] = field(default_factory=dict)
+    metadata: Callable[[], bytes] | None = None
     parameters: list[tuple[str, Tensor]] = field(default_factory=list)
     slot: Slot | None = None
     staging: Staging | None = None
@@ -251,7 +261,7 @@ class Engine:
         """Whether staging goes on behind the training thread where a save allows it."""
         self._attempts = 0
         self._finished: queue.SimpleQueue[Save] = queue.SimpleQueue()
-        self._jobs: queue.SimpleQueue[_Job | Save | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | _Plan | Save | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._board: Board | None = None
         self._verdict: Verdict | None = None
@@ -383,6 +393,29 @@ class Engine:
         if staging.is_done:
             self._staging = None
 
+    def prepare(self, capture: Callable[[], Snapshot]) -> None:
+        """Plan and allocate for the state as it is now, so that the first save finds it done.  Collective.
+
+        Nothing is saved, and where there is a plan nothing happens.  What fails here fails again at the save, which
+        tells of it.
+
+        Args:
+            capture: gives the state, and no more than that has to be in it.
+        """
+        if self._plan is not None or self.ranks.any_max(self.busy)[0]:
+            return
+        with collector_paused():
+            snapshot = attempt(capture)
+            prepared = snapshot if isinstance(snapshot, BaseException) else attempt(partial(self._prepare, snapshot))
+            if self.ranks.any_max(isinstance(prepared, BaseException))[0]:
+                return
+            assert isinstance(snapshot, Snapshot)
+            assert isinstance(prepared, _Prepared)
+            try:
+                self._submit(self._replan(prepared, snapshot))
+            except Exception as error:
+                log.warning("event=prepare error=%r", error)
+
     def _stage(self, job: _Job, snapshot: Snapshot, overlap: bool) -> None:
         prepared = attempt(lambda: self._prepare(snapshot))
         unprepared = isinstance(prepared, BaseException)
@@ -410,7 +443,7 @@ class Engine:
         job.files[rank_file(rank)] = snapshot.rank_state
         if rank == 0:
             job.files[META] = snapshot.meta
-            job.files[METADATA] = self._plan.metadata
+            job.metadata = self._plan.metadata
 
     def _prepare(self, snapshot: Snapshot) -> _Prepared:
         """What can be done before the ranks know whether the plan still holds; no objects where it does not for this
@@ -425,7 +458,7 @@ class Engine:
         objects = dump_objects(self._plan.layout, flat) if self._plan is not None and holds else None
         return _Prepared(flat, fingerprint, objects)
 
-    def _replan(self, prepared: _Prepared, snapshot: Snapshot) -> None:
+    def _replan(self, prepared: _Prepared, snapshot: Snapshot) -> _Plan:
         """Share the state out anew and lay out this rank's part.  Fails on all ranks or on none."""
         self._drop_plan()
         prepared.objects = None
@@ -450,9 +483,10 @@ class Engine:
             raise failure
         assert not isinstance(laid, BaseException)
         extents = [entry for entry in everyone or () if not isinstance(entry, BaseException)]
-        metadata = metadata_bytes(plan, extents) if isinstance(plan, GlobalPlan) else b""
-        self._plan = _Plan(prepared.fingerprint, laid[0], metadata, laid[1], frozenset(snapshot.trained()))
+        describe = partial(metadata_bytes, plan, extents) if isinstance(plan, GlobalPlan) else None
+        self._plan = _Plan(prepared.fingerprint, laid[0], describe, laid[1], frozenset(snapshot.trained()))
         self._unmapped = laid[1][0]
+        return self._plan
 
     def _allocate(self, layout: Layout, on_cuda: bool) -> tuple[Layout, list[Slot]]:
         slots = self._memory.allocate(layout)
@@ -461,7 +495,7 @@ class Engine:
                 slot.pin()
         return layout, slots
 
-    def _submit(self, job: _Job) -> None:
+    def _submit(self, job: _Job | _Plan) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="resilience-persist", daemon=True)
             self._thread.start()
@@ -523,6 +557,13 @@ class Engine:
             if isinstance(job, Save):
                 self._retain(job)
                 continue
+            if isinstance(job, _Plan):
+                self._map_rest()
+                try:
+                    job.metadata()
+                except Exception as error:
+                    log.warning("event=prepare error=%r", error)
+                continue
             save = job.save
             self._see_staged(job)
             begin = time.perf_counter()
@@ -542,9 +583,12 @@ class Engine:
                 save.persist = time.perf_counter() - begin
                 self._finished.put(save)
                 save.committed.set_result(committed)
-                if self._unmapped is not None:
-                    self._unmapped.populate()
-                    self._unmapped = None
+                self._map_rest()
+
+    def _map_rest(self) -> None:
+        if self._unmapped is not None:
+            self._unmapped.populate()
+            self._unmapped = None
 
     def _see_staged(self, job: _Job) -> None:
         """Wait until the slot holds everything."""
@@ -574,7 +618,7 @@ class Engine:
         if self._verdict is not None and rank == 0:
             self._verdict.clear()  # there would be no save now if any rank was not done with the one before
         self._verdict = verdict
-        partial = name = ""
+        unfinished = name = ""
         whole: Manifest | None = None
         with ExitStack() as hold:
             try:
@@ -584,19 +628,21 @@ class Engine:
                     points.reach("persist.begin")
                     if rank == 0:
                         verdict.name(self._claim_name(job))
-                    partial = f"{verdict.wait_name()}{PARTIAL}{self.ranks.session}-{save.attempt}"
-                    tier.begin(partial)
-                    hold.enter_context(tier.hold(partial))
-                    verdict.report(self._write(job, partial))
+                    unfinished = f"{verdict.wait_name()}{PARTIAL}{self.ranks.session}-{save.attempt}"
+                    tier.begin(unfinished)
+                    hold.enter_context(tier.hold(unfinished))
+                    if job.metadata is not None:
+                        job.files[METADATA] = job.metadata()
+                    verdict.report(self._write(job, unfinished))
                 verdict.wait_reports()
                 name = verdict.wait_name()
                 if leads:
-                    whole = self._commit(job, verdict, partial, name)
+                    whole = self._commit(job, verdict, unfinished, name)
                 outline = verdict.wait_commit()
             except BaseException as error:
                 failure, dropped = verdict.fail("stage" if job.error is not None else "persist", error)
-                if dropped and partial:
-                    tier.withdraw(partial, {*job.files, MANIFEST, META, METADATA} if leads else job.files)
+                if dropped and unfinished:
+                    tier.withdraw(unfinished, {*job.files, MANIFEST, META, METADATA} if leads else job.files)
                 if dropped and leads and name:
                     self._retract(save, name)
                 if failure is error:

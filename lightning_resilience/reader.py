@@ -4,19 +4,24 @@ Keys are compared in a *canonical* form, so that a checkpoint fits whatever wrap
 first component is ``model`` (``ModelParallelStrategy`` writes ``state_dict``), and the names that wrappers insert
 (``torch.compile``, activation checkpointing, FSDP) are left out.
 
-Files that this package wrote hold plain contiguous payloads, which are mapped and copied from; what other writers
-left is loaded stream by stream with ``torch.load``.
+Files that this package wrote hold plain contiguous payloads.  Large ones are read into their tensors' own memory, by
+several threads; small ones, and those whose tensors have another layout or device, are mapped and copied from.  What
+other writers left is loaded stream by stream with ``torch.load``.
 """
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import io
+import itertools
 import math
 import mmap
+import os
 import pickle
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +42,12 @@ from lightning_resilience.shards import collector_paused
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(?:\.|$)")
 _LOCAL_HEADER = b"PK\x03\x04"
 _RECORD = b"/data/0"
+
+DIRECT = 64 * 2**10
+"""Bytes from which on a call to the kernel costs less than it spares."""
+_AT_ONCE = 16 * 2**20
+"""Bytes of one call."""
+_MOST_THREADS = 4
 
 
 def canonical(name: str) -> str:
@@ -228,25 +239,33 @@ class CheckpointReader(StorageReader):
             path = self._locate(name)
             with open(path, "rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
                 items.sort(key=lambda item: self.metadata.storage_data[item.storage_index].offset)
-                for item in items:
-                    self._read_item(item, planner, mapped, path)
+                into = [direct for item in items if (direct := self._read_item(item, planner, mapped, path))]
+                _read_direct(stream.fileno(), into, path)
+                for direct in into:
+                    planner.commit_tensor(direct.item, direct.target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read_item(self, item: ReadItem, planner: LoadPlanner, mapped: mmap.mmap, path: Path) -> None:
+    def _read_item(self, item: ReadItem, planner: LoadPlanner, mapped: mmap.mmap, path: Path) -> _Direct | None:
+        """Copy one item from the map, or say how it is read without one."""
         info = self.metadata.storage_data[item.storage_index]
         if item.type == LoadItemType.BYTE_IO:
             stream = mapped[info.offset : info.offset + info.length]
             load_trusted(stream, self._weights_only)  # the planner loads whatever it is
             planner.load_bytes(item, io.BytesIO(stream))
-            return
+            return None
         target = planner.resolve_tensor(item).detach()
         if target.numel():
-            source = self._payload(item, mapped, path) if self._plain else _load_stream(mapped, info)
-            target.copy_(narrow_tensor_by_index(source, item.storage_offsets, item.lengths))
-            del source
+            whole = self._payload(item, mapped, path) if self._plain else _load_stream(mapped, info)
+            source = narrow_tensor_by_index(whole, item.storage_offsets, item.lengths)
+            if self._plain and source.nbytes >= DIRECT and _is_same_bytes(source, target):
+                begin = torch.frombuffer(mapped, dtype=torch.uint8, count=1).data_ptr()
+                return _Direct(item, target, source.data_ptr() - begin)
+            target.copy_(source)
+            del whole, source
         planner.commit_tensor(item, target)
+        return None
 
     def _payload(self, item: ReadItem, mapped: mmap.mmap, path: Path) -> Tensor:
         """A view of one stored chunk."""
@@ -263,6 +282,66 @@ class CheckpointReader(StorageReader):
         if start + math.prod(shape) * dtype.itemsize > info.offset + info.length:
             raise CheckpointCorrupt(f"{path}: the tensor at byte {info.offset} is cut short.")
         return torch.frombuffer(mapped, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Direct:
+    """A target whose memory takes the bytes of the file from ``offset`` on as they are."""
+
+    item: ReadItem
+    target: Tensor
+    offset: int
+
+    @property
+    def begin(self) -> int:
+        return self.target.data_ptr()
+
+    @property
+    def end(self) -> int:
+        return self.target.data_ptr() + self.target.nbytes
+
+
+def _is_same_bytes(source: Tensor, target: Tensor) -> bool:
+    """Whether copying ``source`` to ``target`` is copying one run of bytes to another, in this process's memory."""
+    return (
+        type(target) is Tensor
+        and target.device.type == "cpu"
+        and target.layout is torch.strided
+        and target.dtype is source.dtype
+        and target.shape == source.shape
+        and target.is_contiguous()
+        and source.is_contiguous()
+        and not (target.is_conj() or target.is_neg() or target.is_inference())
+    )
+
+
+def _read_direct(fd: int, into: Sequence[_Direct], path: Path) -> None:
+    """Fill tensors with bytes of one file; CheckpointCorrupt where it ends too early."""
+
+    def read(address: int, offset: int, count: int) -> None:
+        rest = memoryview((ctypes.c_char * count).from_address(address)).cast("B")
+        while rest:
+            done = os.preadv(fd, [rest], offset)
+            if not done:
+                raise CheckpointCorrupt(f"{path} ends at byte {offset}, in the middle of a tensor.")
+            rest, offset = rest[done:], offset + done
+
+    parts = [
+        (direct.begin + start, direct.offset + start, min(_AT_ONCE, direct.target.nbytes - start))
+        for direct in into
+        for start in range(0, direct.target.nbytes, _AT_ONCE)
+    ]
+    by_address = sorted(into, key=lambda direct: direct.begin)
+    overlap = any(one.end > next_.begin for one, next_ in itertools.pairwise(by_address))
+    threads = 1 if overlap else min(len(parts), len(os.sched_getaffinity(0)), _MOST_THREADS)
+    if threads > 1:
+        with ThreadPoolExecutor(threads, "resilience-read") as pool:
+            list(pool.map(read, *zip(*parts, strict=True)))
+    else:
+        for part in parts:  # what lies in one memory is filled in the order of the file
+            read(*part)
+    for direct in into:
+        torch.autograd.graph.increment_version(direct.target)
 
 
 def _load_stream(mapped: mmap.mmap, info: Any) -> Tensor:

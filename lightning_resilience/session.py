@@ -368,6 +368,18 @@ class Session:
 
         return self.engine.save(folder, name, facts, capture, replace=replace, overlap=overlap)
 
+    def prepare(self, weights_only: bool) -> None:
+        """Make ready for saves of the state as it is now, its optimizers' once they have stepped.  Collective."""
+
+        def capture() -> Snapshot:
+            state: dict[str, Any] = {self.family.prefix: self.family.model_state()}
+            if not weights_only:
+                for index, optimizer in enumerate(self.trainer.optimizers):
+                    state[f"optimizer_{index}"] = self._optimizer_state(optimizer)
+            return Snapshot(state, self.family.identical(state), b"", b"", lambda: self._trained(state))
+
+        self.engine.prepare(capture)
+
     def save_now(
         self, folder: Folder, name: str, facts: Facts, capture: Callable[[], Snapshot], *, replace: bool
     ) -> Save:

@@ -27,7 +27,6 @@ import io
 import itertools
 import math
 import mmap
-import operator
 import pickle
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -133,15 +132,17 @@ class FlatState:
         """Whether ``fingerprint`` is this state's; without making one, which is many small objects."""
         keys, shapes, same = fingerprint
         return (
-            len(keys) == len(self.values)
-            and all(map(operator.eq, keys, self.values))
+            keys == tuple(self.values)
             and all(map(_has_shape, self.values.values(), shapes))
             and same == tuple(self._same_memory())
         )
 
     def _same_memory(self) -> list[tuple[str, str]]:
         """Keys of one and the same memory, with the first key that has it."""
-        addresses = [address_of(value) for value in self.values.values()]
+        addresses = [
+            (value.data_ptr() if value.dim() else 0) if type(value) in PLAIN else address_of(value)
+            for value in self.values.values()
+        ]
         found = [address for address in addresses if address]
         if len(set(found)) == len(found):
             return []
@@ -190,10 +191,9 @@ def _has_tensors(values: list[Any]) -> bool:
 
 def address_of(value: Any) -> int:
     """Where a tensor's memory begins; 0 where it has none of its own to compare."""
-    if type(value) not in PLAIN:
-        if isinstance(value, ShardedTensor) or not isinstance(value, Tensor):
-            return 0
-        value = value._local_tensor if isinstance(value, DTensor) else value
+    if isinstance(value, ShardedTensor) or not isinstance(value, Tensor):
+        return 0
+    value = value._local_tensor if isinstance(value, DTensor) else value
     return int(value.data_ptr()) if value.dim() else 0
 
 
@@ -360,7 +360,7 @@ def _with_metadata(
         metadata.state_dict_metadata[key] = metadata.state_dict_metadata[first]
     metadata.planner_data = {key: path for key, path in mappings.items() if key in metadata.state_dict_metadata}
     indexed = [
-        [dataclasses.replace(piece, item=item) for piece, item in zip(rank, plan.items, strict=True)]
+        [Piece(item, piece.base, piece.common) for piece, item in zip(rank, plan.items, strict=True)]
         for rank, plan in zip(pieces, plans, strict=True)
     ]
     return GlobalPlan(indexed, metadata, tied)
@@ -556,11 +556,12 @@ def _lay_out(layout: Layout, pieces: Sequence[Piece], flat: FlatState, part: int
             layout.objects.append(ObjectSpot(piece, start, capacity))
             length = capacity
         else:
-            spot = TensorSpot(piece, start, _bytes_of(piece.item))
-            skeleton = skeletons.get((spot.dtype, spot.shape))
+            assert piece.item.tensor_data is not None
+            kind = piece.item.tensor_data.properties.dtype, piece.item.tensor_data.chunk.sizes
+            skeleton = skeletons.get(kind)
             if skeleton is None:
-                skeleton = skeletons[spot.dtype, spot.shape] = Skeleton.of(spot.dtype, spot.shape)
-            spot = dataclasses.replace(spot, offset=start + len(skeleton.head))
+                skeleton = skeletons[kind] = Skeleton.of(*kind)
+            spot = TensorSpot(piece, start + len(skeleton.head), _bytes_of(piece.item))
             layout.tensors.append(spot)
             layout.constant += [(start, skeleton.head), (spot.offset + spot.nbytes, skeleton.tail)]
             length = len(skeleton.head) + spot.nbytes + len(skeleton.tail)

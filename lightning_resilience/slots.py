@@ -14,11 +14,12 @@ import logging
 import mmap
 import os
 import shutil
+import threading
 import uuid
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -58,15 +59,27 @@ class Slot:
         self.path = path
         self._own_files = frozenset(os.listdir(path)) if path is not None else frozenset()
         self._memory = memory
-        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._pinned: list[int] = []  # addresses of what is locked
-        for offset, constant in layout.constant:
-            memory[offset : offset + len(constant)] = constant
-        self._payloads = [
-            self._bytes[spot.offset : spot.offset + spot.nbytes].view(spot.dtype).view(spot.shape)
-            for spot in layout.tensors
-        ]
-        self._wanted = [(spot.piece.key, spot.shape, spot.piece) for spot in layout.tensors]
+        self._payloads: list[torch.Tensor] = []
+        self._keys = [spot.piece.key for spot in layout.tensors]
+        self._cut: list[int] | None = None  # which payloads are not a whole plain tensor of the state
+        self._chosen: tuple[Collection[str], list[tuple[str, torch.Tensor]]] | None = None
+        self._laying_out = threading.Lock()
+        self._state: Literal["new", "laid out", "closed"] = "new"
+
+    def lay_out(self) -> None:
+        """Write what is the same in every save, unless that is done; any thread may."""
+        with self._laying_out:
+            if self._state != "new":
+                return
+            for offset, constant in self.layout.constant:
+                self._memory[offset : offset + len(constant)] = constant
+            whole = torch.frombuffer(self._memory, dtype=torch.uint8)
+            self._payloads = [
+                whole[spot.offset : spot.offset + spot.nbytes].view(spot.dtype).view(spot.shape)
+                for spot in self.layout.tensors
+            ]
+            self._state = "laid out"
 
     def fill(self, flat: FlatState, objects: Mapping[str, bytes], later: Collection[str] = ()) -> Staging | None:
         """Copy the state in.  On return nothing of it is referred to any more, but by what is left to copy.
@@ -79,19 +92,30 @@ class Slot:
         Returns:
             The copies that are left, to be started; None where there are none.
         """
+        self.lay_out()
         for spot in self.layout.objects:
             pickled = objects[spot.piece.key]
             self._memory[spot.offset : spot.offset + spot.capacity] = pickled.ljust(spot.capacity, b"\0")
-        values, at_once, behind = flat.values, Copies(), Copies()
-        with torch.no_grad():
-            for (key, shape, piece), payload in zip(self._wanted, self._payloads, strict=True):
-                value = values[key]
-                source = value if type(value) in PLAIN and value.shape == shape else piece.cut(flat)
-                (behind if key in later else at_once).add(key, payload, source)
-        if behind.sources:
-            return Staging(at_once, behind)
-        copy_at_once(at_once)
+        copies = Copies(self._keys, self._payloads, self._sources(flat))
+        if later:
+            at_once, behind = copies.split(later)
+            if behind.sources:
+                return Staging(at_once, behind)
+        copy_at_once(copies)
         return None
+
+    def _sources(self, flat: FlatState) -> list[torch.Tensor]:
+        """What each payload is copied from."""
+        sources = list(map(flat.values.__getitem__, self._keys))
+        if self._cut is None:  # kinds and shapes are part of the fingerprint
+            spots = zip(sources, self.layout.tensors, strict=True)
+            self._cut = [
+                i for i, (value, spot) in enumerate(spots) if type(value) not in PLAIN or value.shape != spot.shape
+            ]
+        with torch.no_grad():
+            for i in self._cut:
+                sources[i] = self.layout.tensors[i].piece.cut(flat)
+        return sources
 
     def pin(self) -> None:
         """Have the driver of CUDA lock the memory, so that devices copy to it by themselves and at full speed; where it
@@ -101,7 +125,7 @@ class Slot:
         for begin, end in ((0, self.layout.common), (self.layout.common, self.layout.size)):  # a file each
             if begin == end:
                 continue
-            address = self._bytes.data_ptr() + begin
+            address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr() + begin
             if error := int(_cuda_runtime().cudaHostRegister(address, end - begin, 0)):
                 log.warning(
                     "event=memory reason='the slot cannot be locked for CUDA (error %d): copies are slower'", error
@@ -115,15 +139,19 @@ class Slot:
 
     def tensors(self, keys: Collection[str]) -> list[tuple[str, torch.Tensor]]:
         """The tensors of those keys, as they were copied."""
-        named = zip((key for key, _, _ in self._wanted), self._payloads, strict=True)
-        return [(key, payload) for key, payload in named if key in keys]
+        if self._chosen is None or self._chosen[0] is not keys:
+            named = zip(self._keys, self._payloads, strict=True)
+            self._chosen = keys, [(key, payload) for key, payload in named if key in keys]
+        return list(self._chosen[1])
 
     def populate(self) -> None:
-        """Have the kernel map the memory now, and not at the first copy; where it cannot, nothing is lost."""
+        """Have the kernel map the memory now, and not at the first copy, and lay it out; where it cannot, nothing is
+        lost."""
         with suppress(OSError, ValueError):  # an older kernel; a slot that was closed meanwhile
             for start in range(0, len(self._memory), _MAP_AT_ONCE):
                 count = min(_MAP_AT_ONCE, len(self._memory) - start)
                 self._memory.madvise(_MADV_POPULATE_WRITE, start, count)
+        self.lay_out()
 
     def view(self) -> memoryview:
         """The whole file."""
@@ -143,8 +171,10 @@ class Slot:
     def close(self, *, keep: bool = False) -> None:
         """Give the memory back; or ``keep`` its files for the process after this one."""
         self._unpin()
-        self._payloads.clear()
-        del self._bytes
+        with self._laying_out:
+            self._state = "closed"
+            self._chosen = None
+            self._payloads.clear()
         with suppress(BufferError):  # a writer that is still at it keeps the map until it ends
             self._memory.close()
         if self.path is not None and not keep:

@@ -18,9 +18,10 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache, partial
-from typing import Protocol
+from itertools import compress
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -42,26 +43,27 @@ MANY = 512
 class Copies:
     """Tensors to copy: ``sources``, each over the one of ``targets`` (in host memory) at its place, by ``names``."""
 
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self.targets: list[Tensor] = []
-        self.sources: list[Tensor] = []
+    def __init__(
+        self, names: Sequence[str] = (), targets: Sequence[Tensor] = (), sources: Sequence[Tensor] = ()
+    ) -> None:
+        self.names = list(names)
+        self.targets = list(targets)
+        self.sources = list(sources)
 
-    def add(self, name: str, target: Tensor, source: Tensor) -> None:
-        """One more."""
-        self.names.append(name)
-        self.targets.append(target)
-        self.sources.append(source)
+    def split(self, names: Collection[str]) -> tuple[Copies, Copies]:
+        """Those of other names, and those of these."""
+        are_of = [name in names for name in self.names]
+        return self._where([not is_of for is_of in are_of]), self._where(are_of)
 
     def on(self, device: torch.device) -> Copies:
         """Those from one device."""
         if self.devices() == [device]:
             return self
-        mine = Copies()
-        for name, target, source in zip(self.names, self.targets, self.sources, strict=True):
-            if source.device == device:
-                mine.add(name, target, source)
-        return mine
+        return self._where([source.device == device for source in self.sources])
+
+    def _where(self, wanted: Sequence[bool]) -> Copies:
+        parts: list[Any] = [list(compress(part, wanted)) for part in (self.names, self.targets, self.sources)]
+        return Copies(*parts)
 
     def devices(self) -> list[torch.device]:
         """Where they are copied from."""

@@ -19,10 +19,8 @@ from lightning_resilience.staging import MANY, PIECE, SMALL, THREAD, Copies, Sta
 
 def copies_of(*sources: Tensor) -> Copies:
     """Each over memory of nobody's, in its own dtype."""
-    copies = Copies()
-    for number, source in enumerate(sources):
-        copies.add(f"model.{number}", torch.full(source.shape, 77).to(source.dtype), source)
-    return copies
+    names = [f"model.{number}" for number in range(len(sources))]
+    return Copies(names, [torch.full(source.shape, 77).to(source.dtype) for source in sources], sources)
 
 
 def sources() -> list[Tensor]:
@@ -265,10 +263,10 @@ def test_a_copy_from_a_device_is_what_there_was_before_the_step() -> None:
     weights = [torch.randn(2**20, device="cuda") for _ in range(32)]
     buffers = [torch.randn(2**16, device="cuda") for _ in range(8)]
     wanted = [tensor.cpu() for tensor in (*buffers, *weights)]
-    now, later = Copies(), Copies()
-    for copies, tensors in ((now, buffers), (later, weights)):
-        for number, tensor in enumerate(tensors):
-            copies.add(str(number), torch.empty(tensor.shape, pin_memory=True), tensor)
+    now, later = (
+        Copies(list(map(str, range(len(some)))), [torch.empty(one.shape, pin_memory=True) for one in some], some)
+        for some in (buffers, weights)
+    )
     targets = [*now.targets, *later.targets]
     copy = Staging(now, later)
     copy.start()
@@ -284,8 +282,7 @@ def test_a_copy_from_a_device_is_what_there_was_before_the_step() -> None:
 @gpu
 @pytest.mark.gpu
 def test_a_change_before_the_barrier_is_noticed_on_a_device() -> None:
-    copies = Copies()
-    copies.add("model.0", torch.empty(2**26, pin_memory=True), torch.randn(2**26, device="cuda"))
+    copies = Copies(["model.0"], [torch.empty(2**26, pin_memory=True)], [torch.randn(2**26, device="cuda")])
     [source] = copies.sources
     copy = Staging(Copies(), copies)
     source.zero_()

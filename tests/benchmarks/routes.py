@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -18,6 +19,9 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from benchmarks.state import TrainingState
+
+PREPARING = 2.0
+"""Seconds of training between the first step and the first save: many a step, in which the background gets ready."""
 
 
 class Route(ABC):
@@ -98,6 +102,8 @@ class LightningResilience(Route):
         self.place = Place.shared(self.ranks, LocalTier(folder))
         self.current: Any = None
         self.source: Any = None
+        self.engine.prepare(self.capture)  # as the callback does after the first step
+        time.sleep(PREPARING)
 
     def capture(self) -> Any:
         from lightning_resilience import run_state

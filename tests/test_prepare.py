@@ -1,0 +1,109 @@
+"""The first save is prepared: after the first step plan and slots are there, and hold as long as the shape does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_resilience import engine as engine_module
+from lightning_resilience.engine import Engine, Facts, Snapshot
+from lightning_resilience.ranks import Ranks
+from lightning_resilience.reader import CheckpointReader
+from lightning_resilience.tiers import LocalTier
+from support import TinyModel, checkpoint_every, committed, data, make_trainer
+
+FACTS = Facts(step=1, epoch=0, reason="test", strategy="SingleDeviceStrategy")
+
+
+def snapshot(**model: Any) -> Callable[[], Snapshot]:
+    return lambda: Snapshot({"model": model}, (), b"meta", b"rank")
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The keys of each plan that was made."""
+    made: list[list[str]] = []
+    original = engine_module.plan_locally
+
+    def counted(flat: Any, identical: Any) -> Any:
+        made.append(list(flat.values))
+        return original(flat, identical)
+
+    monkeypatch.setattr(engine_module, "plan_locally", counted)
+    return made
+
+
+@pytest.fixture
+def engine() -> Any:
+    made = Engine(Ranks(0, 1))
+    yield made
+    made.close()
+
+
+def save(engine: Engine, root: Path, capture: Callable[[], Snapshot]) -> dict[str, Any]:
+    started = engine.save(engine.open_folder(LocalTier(root)), "a.ckpt", FACTS, capture)
+    assert started is not None
+    path = Path(started.wait(60).path)
+    return CheckpointReader(lambda file: path / file, plain=True).read_full()
+
+
+def test_a_save_uses_what_was_prepared_and_saves_what_is_there_then(
+    tmp_path: Path, engine: Engine, plans: list[list[str]]
+) -> None:
+    weight = torch.zeros(100)
+    engine.prepare(snapshot(w=weight, note="early"))
+    engine.prepare(snapshot(w=weight, note="early"))
+    assert plans == [["model.w", "model.note"]]
+    weight.fill_(7)
+    assert not list(tmp_path.iterdir())
+    loaded = save(engine, tmp_path, snapshot(w=weight, note="late"))
+    assert torch.equal(loaded["w"], weight)
+    assert loaded["note"] == "late"
+    assert len(plans) == 1
+
+
+def test_what_was_prepared_is_thrown_away_when_the_shape_has_changed(
+    tmp_path: Path, engine: Engine, plans: list[list[str]]
+) -> None:
+    engine.prepare(snapshot(w=torch.zeros(100)))
+    loaded = save(engine, tmp_path, snapshot(w=torch.ones(50), more=torch.ones(2)))
+    assert plans == [["model.w"], ["model.w", "model.more"]]
+    assert loaded["w"].shape == (50,)
+    assert loaded["more"].shape == (2,)
+
+
+def test_what_cannot_be_prepared_is_left_to_the_save(tmp_path: Path, engine: Engine, plans: list[list[str]]) -> None:
+    def fails() -> Snapshot:
+        raise RuntimeError("no state yet")
+
+    engine.prepare(fails)
+    assert plans == []
+    assert torch.equal(save(engine, tmp_path, snapshot(w=torch.ones(3)))["w"], torch.ones(3))
+
+
+def test_an_engine_closes_while_it_prepares(engine: Engine) -> None:
+    engine.prepare(snapshot(**{f"w{i}": torch.zeros(10) for i in range(500)}))
+    engine.close()
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_run_prepares_after_its_first_step_and_plans_no_more(
+    tmp_path: Path, plans: list[list[str]], weights_only: bool
+) -> None:
+    planned: list[tuple[int, int]] = []
+
+    class Look(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+            planned.append((trainer.global_step, len(plans)))
+
+    run = checkpoint_every(tmp_path / "run", 4, save_weights_only=weights_only)
+    make_trainer(tmp_path, run, Look()).fit(TinyModel(), data())
+    assert [manifest.step for manifest in committed(tmp_path / "run")] == [4, 8]
+    assert planned == [(0, 0), *((step, 1) for step in range(1, 8))]
+    assert len(plans) == 1
+    assert any(key.startswith("optimizer_0") for key in plans[0]) is not weights_only
