@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import xxhash
 
@@ -57,6 +57,8 @@ class RemoteTier:
     Raises:
         SetupError: the URL cannot be one, or a package is missing for it.
     """
+
+    READERS: ClassVar[int] = 16
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, patience: Patience | None = None) -> None:
         self.objects: Objects = open_objects(url, options)

@@ -6,7 +6,8 @@ Everything here goes by one rule: a checkpoint exists if and only if its manifes
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,23 +73,33 @@ def list_checkpoints(tier: Tier, *, in_part: bool = False, but: Collection[str] 
         TierUnavailable, TierDenied: the tier cannot be listed, or not ``in_part`` and a manifest cannot be read.
     """
     listing = Listing()
-    for name in tier.names():
-        if name in but:
-            continue
-        try:
-            listing.committed[name] = read_manifest(tier, name)
-        except CheckpointNotFound:
-            continue  # removed between the listing and the reading
-        except (TierUnavailable, TierDenied) as error:
-            if not in_part:
-                raise
-            listing.unusable[name] = error
-        except ResilienceError as error:
-            listing.unusable[name] = error
+    names = [name for name in tier.names() if name not in but]
+    for name, found in zip(names, _read_manifests(tier, names), strict=True):
+        if isinstance(found, Manifest):
+            listing.committed[name] = found
+        elif isinstance(found, (TierUnavailable, TierDenied)) and not in_part:
+            raise found
+        elif not isinstance(found, CheckpointNotFound):  # removed between the listing and the reading
+            listing.unusable[name] = found
     for name in tier.leftovers():
         doing = "saved" if PARTIAL in name else "removed"
         listing.unusable[name] = CheckpointUncommitted(f"{name} was still being {doing}.")
     return listing
+
+
+def _read_manifests(tier: Tier, names: list[str]) -> Iterable[Manifest | ResilienceError]:
+    """The manifests of checkpoints, or why not, as many at once as the tier is good for."""
+
+    def read(name: str) -> Manifest | ResilienceError:
+        try:
+            return read_manifest(tier, name)
+        except ResilienceError as error:
+            return error
+
+    if tier.READERS == 1 or len(names) < 2:
+        return map(read, names)
+    with ThreadPoolExecutor(min(tier.READERS, len(names)), "list") as pool:
+        return list(pool.map(read, names))
 
 
 def read_manifest(tier: Tier, name: str) -> Manifest:

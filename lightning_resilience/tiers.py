@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import xxhash
 
@@ -50,6 +50,9 @@ HASH_BLOCK = 256 * 2**10
 
 class Tier(Protocol):
     """A place with checkpoints, as everything sees it that does not write one."""
+
+    READERS: ClassVar[int]
+    """How many small files are worth reading at once."""
 
     def names(self) -> list[str]:
         """Names of what may be checkpoints."""
@@ -129,6 +132,8 @@ class LocalTier:
     Args:
         root: the run folder; it may not exist yet.
     """
+
+    READERS: ClassVar[int] = 1
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).absolute()

@@ -20,6 +20,9 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["lightning.pytorch", "torch.distributed.checkpoint", "lightning_resilience.callback"])
 
 
+NOBODY_KNOWS = 255
+
+
 class _Process:
     """A forked process behind the part of ``subprocess.Popen`` that ``Ranks`` uses."""
 
@@ -30,14 +33,16 @@ class _Process:
 
     @property
     def returncode(self) -> int | None:
-        return self._process.exitcode
+        """As of ``subprocess``.  A fork that is killed before its server can tell how it ended has 255."""
+        status = self._process.exitcode
+        return -signal.SIGKILL if status == NOBODY_KNOWS else status
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)
-        status = self._process.exitcode
+        status = self.returncode
         if status is None:
             raise subprocess.TimeoutExpired("fork", timeout or 0.0)
         return status
