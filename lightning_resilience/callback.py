@@ -476,7 +476,6 @@ class ResilientCheckpoint(ModelCheckpoint):
             return
         self._session.stop_before_training()
         self._agreement = Agreement(self._session.ranks, self._session.preemption.period)
-        self._is_prepared = False
         self._session.between_batches.append(self._between_batches)
         self._session.before_leaving.append(self._replicate_in_time)
         self._session.went_back.append(self._go_on_from)

@@ -346,12 +346,19 @@ def verify_together(
     return replace(source, name=spot.name, fetched=sum(ranks.all_gather(fetched)), **found.origins(manifest))
 
 
+def _read_by_leaders(
+    ranks: Ranks, place: Place, name: str
+) -> tuple[Manifest | BaseException | None, list[Manifest | BaseException | None]]:
+    """The manifest of a checkpoint, or why there is none, as the first rank of each folder reads it (None on others):
+    this rank's, and all of them without their files.  Collective."""
+    mine = attempt(lambda: store.read_manifest(place.tier, name)) if ranks.rank == place.sharing[0] else None
+    return mine, ranks.all_gather(mine.outline() if isinstance(mine, Manifest) else mine)
+
+
 def _manifest_of(ranks: Ranks, place: Place, name: str, save: str | None, copies: Mapping[str, Manifest]) -> Manifest:
     """The manifest of a save, as the first folder has it under ``name``, or else the cold tier.
     It grows with the number of ranks, so it is told once, and only what tells saves apart is told by all."""
-    leads = ranks.rank == place.sharing[0]
-    mine = attempt(lambda: store.read_manifest(place.tier, name)) if leads else None
-    told = ranks.all_gather(mine.outline() if isinstance(mine, Manifest) else mine)
+    mine, told = _read_by_leaders(ranks, place, name)
     having = [rank for rank, one in enumerate(told) if isinstance(one, Manifest) and save in (None, one.save_id)]
     if having:
         found = ranks.broadcast(mine, having[0])
@@ -616,9 +623,8 @@ def open_with_copies(ranks: Ranks, place: Place, name: str, needs: Needs | None 
         CheckpointCorrupt: a file is damaged or missing everywhere.
         TierUnavailable, TierDenied: the cold tier does not answer.
     """
-    mine = attempt(lambda: store.read_manifest(place.tier, name)) if ranks.rank == place.sharing[0] else None
-    told = ranks.all_gather(mine.outline() if isinstance(mine, Manifest) else None)
-    known = [one for one in told if one is not None]
+    _, told = _read_by_leaders(ranks, place, name)
+    known = [one for one in told if isinstance(one, Manifest)]
     if not known:
         return None
     there = _what_is_cold(ranks, place)
