@@ -23,5 +23,5 @@ def test_the_benchmark_runs_and_restores_what_it_saved(tmp_path: Path) -> None:
 
 def test_what_a_rank_tells_and_hears_for_a_commit_does_not_grow_with_the_number_of_ranks() -> None:
     few, many = scale.measure(16, node=4), scale.measure(256, node=4)
-    assert many["requests_of_a_rank"] == few["requests_of_a_rank"]
+    assert abs(many["requests_of_a_rank"] - few["requests_of_a_rank"]) <= 1  # the last to report says so; it may lead
     assert many["bytes_of_a_rank"] < 1.1 * few["bytes_of_a_rank"]

@@ -205,6 +205,10 @@ def test_run_goes_back_to_what_only_the_cold_tier_has(tmp_path: Path) -> None:
         def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
             callback = trainer.checkpoint_callback
             if trainer.global_step == 158 and isinstance(callback, ResilientCheckpoint):
+                sent, until = tmp_path / "cold" / "epoch=0-step=150.ckpt" / "manifest.json", time.monotonic() + 60
+                while not sent.exists():
+                    assert time.monotonic() < until
+                    time.sleep(0.01)
                 for name, one in list(callback._standings.committed.items()):
                     if one.step <= 150:
                         shutil.rmtree(tmp_path / "run" / name)
