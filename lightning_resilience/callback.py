@@ -449,6 +449,7 @@ class ResilientCheckpoint(ModelCheckpoint):
             self.ranking,
             run=lambda: session.engine.run,
             tolerant=bool(self._standings.committed),
+            last_good=self._standings.last_good_of,
         )
         session.engine.count_from(replicator.known_cold().values())
 

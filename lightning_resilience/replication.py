@@ -153,6 +153,7 @@ class Replicator:
         run: gives the id of the run, to whose checkpoints the rule is applied: what other runs have there stays.
         tolerant: whether a cold tier that does not answer now is waited for in the background, because the hot tier
             has checkpoints already; otherwise it is an error.
+        last_good: names the one of those in the cold tier that the run may have to go back to, and so stays.
 
     Raises:
         TierDenied, TierUnavailable: the cold tier cannot be written; on all ranks.
@@ -168,6 +169,7 @@ class Replicator:
         *,
         run: Callable[[], str],
         tolerant: bool = False,
+        last_good: Callable[[Mapping[str, Manifest]], str | None] = lambda committed: None,
     ) -> None:
         self.tier = tier
         self._ranks = ranks
@@ -175,6 +177,7 @@ class Replicator:
         self._keep = keep
         self._ranking = ranking
         self._run_id = run
+        self._last_good = last_good
         self._id: str = ranks.broadcast(f"copy-{random.getrandbits(48):012x}")
         self._lock = threading.Lock()
         self._known = _Known()
@@ -666,7 +669,8 @@ class Replicator:
         with self._lock:
             cold = self._own()
             used = {self._known.hot[name].save_id for name in self._in_use if name in self._known.hot}
-        in_use = {*self._in_use, *(name for name, manifest in cold.items() if manifest.save_id in used)}
+        of_those = {name for name, manifest in cold.items() if manifest.save_id in used}
+        in_use = {*self._in_use, *of_those, *filter(None, [self._last_good(cold)])}
         removed = store.retain(self.tier, self._keep, self._ranking, in_use, committed=cold)
         names = [verdict.name for verdict in removed]
         with self._lock:
