@@ -738,7 +738,7 @@ class Engine:
         assert folder.keep is not None
         try:
             store.retain(folder.tier, folder.keep, folder.ranking, self.must_stay(folder), up_to=save.sequence)
-        except (OSError, ResilienceError) as error:
+        except Exception as error:  # what comes after it in this thread has to be done all the same
             log.warning("event=retain folder=%s error=%r", folder.tier.where(), error)
 
 
