@@ -69,6 +69,7 @@ from lightning_resilience.shards import (
 )
 from lightning_resilience.slots import Slot, SlotMemory, dump_objects
 from lightning_resilience.staging import Staging
+from lightning_resilience.threads import give_way
 from lightning_resilience.tiers import LocalTier, Ready, is_there
 from lightning_resilience.verdict import Report, Verdict, describe
 
@@ -619,6 +620,8 @@ class Engine:
             self._board = self.ranks.board()
         save, rank = job.save, self.ranks.rank
         tier, leads = save.folder.tier, rank in save.folder.leaders
+        if isinstance(tier, LocalTier):  # a client of a store may start threads that its other users share
+            give_way()
         prefix = f"{self.ranks.session}/{save.attempt}"
         verdict = Verdict(self._board, prefix, self.ranks, save.folder.leaders, self.timeout)
         if self._verdict is not None and rank == 0:
