@@ -6,7 +6,6 @@ A session lives from a callback's ``setup`` to its ``teardown`` (or ``on_excepti
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import os
@@ -14,16 +13,17 @@ import tempfile
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_resilience import logged, run_state, scratch, slots, store, trainer_state
+from lightning_resilience import scratch, slots, store
 from lightning_resilience.arguments import identity
 from lightning_resilience.attempts import Attempts, crash_loop, restarts_left, tried_in_vain
+from lightning_resilience.capture import Capture
 from lightning_resilience.data import DataPosition
 from lightning_resilience.doorway import Doorway
 from lightning_resilience.engine import OVERDUE, Engine, Facts, Folder, Save, Snapshot
@@ -35,18 +35,16 @@ from lightning_resilience.errors import (
     SaveFailed,
     SetupError,
 )
-from lightning_resilience.manifest import MANIFEST, PINNED, WEIGHTS_ONLY, Manifest, outlined
+from lightning_resilience.manifest import MANIFEST, PINNED, Manifest, outlined
 from lightning_resilience.memory import MemoryTier
 from lightning_resilience.objects import Stat, shown
 from lightning_resilience.preemption import Preempted, Preemption, slurm_end
 from lightning_resilience.ranks import Ranks, attempt, raise_first
-from lightning_resilience.reader import canonical
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.resume import Place, Source, find_last, open_explicit, open_with_copies, verify_together
 from lightning_resilience.resumption import Resumption
 from lightning_resilience.scratch import Scratch
-from lightning_resilience.shards import PLAIN
-from lightning_resilience.strategies import family_of, raw_optimizer
+from lightning_resilience.strategies import family_of
 from lightning_resilience.tiers import LocalTier, local_path
 
 log = logging.getLogger("lightning_resilience")
@@ -106,10 +104,10 @@ class Session:
         """Folders for what is fetched, and whether this rank is the one to remove each."""
         self._finished: list[Save] = []
         self._users = 0
-        self._checked_meta = False
         self._doorway = Doorway(trainer)
         self.data = DataPosition(self._doorway, self.ranks.rank, self.ranks.world_size)
         self.resumption = Resumption(trainer, self.family, self.ranks, self._doorway, self.data, self.engine)
+        self.capture = Capture(trainer, self.family, self.ranks, self._doorway, self.data, self._has_exact_data)
         self._attach()
 
     @classmethod
@@ -197,7 +195,7 @@ class Session:
     def _attach(self) -> None:
         door = self._doorway
         door.replace(door.strategy, "lightning_module_state_dict", lambda _: self.family.model_state)
-        door.replace(door.strategy, "optimizer_state", lambda _: self._optimizer_state)
+        door.replace(door.strategy, "optimizer_state", lambda _: self.capture.optimizer_state)
         door.replace(door.strategy, "save_checkpoint", lambda _: self._save_checkpoint)
         door.replace(door.strategy, "remove_checkpoint", lambda _: self._remove_checkpoint)
         door.replace(door.strategy, "load_checkpoint", self.resumption.make_load_checkpoint)
@@ -212,6 +210,9 @@ class Session:
             door.between_batches(self._tell_between_batches)
             door.before_weights_change(self.engine.finish_staging)
             door.after_registering_signals(self._take_signals)
+
+    def _has_exact_data(self) -> bool:
+        return self.resumption.exact_data
 
     def _before_first_batch(self) -> None:
         self._doorway.resume_batches()
@@ -375,24 +376,13 @@ class Session:
             suspicion: why it is not to be resumed from, if it is not; rank 0's counts.
             overlap: whether a forward and a backward pass follow, and copying may go on meanwhile.
         """
-        facts = dataclasses.replace(self._facts(reason, epoch, metrics, weights_only, labels), suspicion=suspicion)
-
-        def capture() -> Snapshot:
-            return self._snapshot(self._doorway.dump_checkpoint(weights_only), settled)
-
+        facts = self.capture.facts(reason, epoch, metrics, weights_only, labels, suspicion)
+        capture = partial(self.capture.now, weights_only, settled)
         return self.engine.save(folder, name, facts, capture, replace=replace, overlap=overlap)
 
     def prepare(self, weights_only: bool) -> None:
         """Make ready for saves of the state as it is now, its optimizers' once they have stepped.  Collective."""
-
-        def capture() -> Snapshot:
-            state: dict[str, Any] = {self.family.prefix: self.family.model_state()}
-            if not weights_only:
-                for index, optimizer in enumerate(self.trainer.optimizers):
-                    state[f"optimizer_{index}"] = self._optimizer_state(optimizer)
-            return Snapshot(state, self.family.identical(state), b"", b"", lambda: self._trained(state))
-
-        self.engine.prepare(capture)
+        self.engine.prepare(partial(self.capture.tensors, weights_only))
 
     def save_now(
         self, folder: Folder, name: str, facts: Facts, capture: Callable[[], Snapshot], *, replace: bool
@@ -409,80 +399,6 @@ class Session:
         save.wait(self.engine.timeout + OVERDUE)
         return save
 
-    def _facts(
-        self, reason: str, epoch: int, metrics: Mapping[str, float], weights_only: bool, labels: tuple[str, ...] = ()
-    ) -> Facts:
-        return Facts(
-            step=self.trainer.global_step,
-            epoch=epoch,
-            reason=reason,
-            strategy=type(self.trainer.strategy).__name__,
-            labels=(*((WEIGHTS_ONLY,) if weights_only else ()), *labels),
-            metrics=metrics,
-            versions=trainer_state.VERSIONS,
-        )
-
-    def _snapshot(self, checkpoint: dict[str, Any], settled: bool = False) -> Snapshot:
-        """Split a Trainer's checkpoint into tensors for DCP and the rest, which is serialised here and now."""
-        state, rest = trainer_state.split(checkpoint, self.family.prefix)
-        meta: bytes | Exception = b""
-        if self.ranks.rank == 0:
-            meta = self._dump(rest)
-        _check_saveable(state)
-        identical = self.family.identical(state)
-        own: dict[str, Any] = {**run_state.capture(), "settled": settled}
-        own["stop_is_wanted"] = self._doorway.stop_is_wanted
-        if self._doorway.training:
-            own["logged"] = logged.capture(self.trainer)
-        if self.ranks.rank:
-            names = {canonical(name) for name in state[self.family.prefix]}
-            own["buffers"] = run_state.own_buffers(self.trainer.lightning_module, names)
-        own["syncs_buffers"] = self._doorway.syncs_buffers
-        if self.resumption.exact_data:
-            own["data"] = self.data.state()
-        return Snapshot(
-            state,
-            identical,
-            meta,
-            run_state.to_bytes(own),
-            lambda: self._trained(state),
-            lambda: self.family.still(state),
-        )
-
-    def _trained(self, state: Mapping[str, Any]) -> set[str]:
-        """Flat keys of the model's parameters and their moments: no buffers, which may be infinite (masks are), and no
-        frozen ones."""
-        module, prefix = self.trainer.lightning_module, self.family.prefix
-        frozen = {canonical(name) for name, parameter in module.named_parameters() if not parameter.requires_grad}
-        frozen |= {canonical(name) for name, _ in module.named_buffers()}
-        moments = {
-            f"{part}.state.{name}.{key}"
-            for part, content in state.items()
-            if part.startswith("optimizer_")
-            for name, of_parameter in content.get("state", {}).items()
-            if isinstance(of_parameter, dict)
-            for key, value in of_parameter.items()
-            if isinstance(value, torch.Tensor) and value.dim()
-        }
-        return moments | {f"{prefix}.{name}" for name in state[prefix] if canonical(name) not in frozen}
-
-    def _dump(self, rest: Mapping[str, Any]) -> bytes | Exception:
-        """Serialise the rest.  What cannot be saved at all stops the run at its first save, before hours are at
-        stake; later on it costs that save."""
-        try:
-            meta = trainer_state.dump(rest)
-            if not self._checked_meta:
-                trainer_state.check_loads(meta)
-        except SaveFailed as error:
-            if not self._checked_meta:
-                raise
-            return error
-        self._checked_meta = True
-        return meta
-
-    def _optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return self.family.optimizer_state(raw_optimizer(optimizer))
-
     def _save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """In the place of ``Strategy.save_checkpoint``: for callers who expect the checkpoint to be there on return."""
         if storage_options is not None:
@@ -492,10 +408,9 @@ class Session:
             raise SetupError(f"trainer.save_checkpoint takes no URL, but {shown(text)!r} is one.", hint="Use remote=.")
         path = local_path(text).absolute()
         weights_only = "optimizer_states" not in checkpoint
-        facts = self._facts("trainer.save_checkpoint", self.trainer.current_epoch, {}, weights_only, (PINNED,))
-        save = self.save_now(
-            self.folder(LocalTier(path.parent)), path.name, facts, lambda: self._snapshot(checkpoint), replace=True
-        )
+        facts = self.capture.facts("trainer.save_checkpoint", self.trainer.current_epoch, {}, weights_only, (PINNED,))
+        capture = partial(self.capture.snapshot, checkpoint, settled=False)
+        save = self.save_now(self.folder(LocalTier(path.parent)), path.name, facts, capture, replace=True)
         if self.ranks.rank == 0:
             log_save(save)
 
@@ -742,18 +657,6 @@ def _origin(source: Source) -> str:
     numbers = f" fetched={source.fetched}" if source.fetched else ""
     numbers += f" memory={here}/{all_of}" if here else ""
     return f"tier={','.join(tier for tier, some in from_where.items() if some)}{numbers}"
-
-
-def _check_saveable(state: Mapping[str, Any]) -> None:
-    """Stop at the first save where a tensor has no plain memory to copy."""
-    for part in state.values():
-        for name, value in part.items():
-            if type(value) in PLAIN and (value.layout != torch.strided or value.is_quantized):
-                raise SaveFailed(
-                    f"{name} is a {'quantized' if value.is_quantized else value.layout} tensor, which cannot be saved.",
-                    stage="plan",
-                    hint="Keep it out of the state dict (persistent=False), or convert it in on_save_checkpoint.",
-                )
 
 
 def log_save(save: Save) -> None:
