@@ -35,7 +35,7 @@ from lightning_resilience.errors import (
     SaveFailed,
     SetupError,
 )
-from lightning_resilience.manifest import MANIFEST, PINNED, WEIGHTS_ONLY, Manifest, outlined
+from lightning_resilience.manifest import MANIFEST, PINNED, WEIGHTS_ONLY, Manifest, newest_first, outlined
 from lightning_resilience.memory import MemoryTier
 from lightning_resilience.objects import Stat, shown
 from lightning_resilience.preemption import Preempted, Preemption, slurm_end
@@ -161,7 +161,7 @@ class Session:
             try:
                 self.engine.close()
                 # Rank 0 takes the board down, so it goes last.
-                self.preemption.agree(self.ranks.any_max(self.preemption.signum)[0])
+                self.preemption.agree(self.ranks.any_max(self.preemption.call)[0])
             finally:
                 self._detach()
             if self._attempts is not None:
@@ -249,7 +249,7 @@ class Session:
 
     def stop_before_training(self) -> None:
         """Raise Preempted where any rank was signalled before there is anything to save.  Collective."""
-        self.preemption.agree(self.ranks.any_max(self.preemption.signum)[0])
+        self.preemption.agree(self.ranks.any_max(self.preemption.call)[0])
         if self.preempted:
             self._stop()
 
@@ -334,7 +334,9 @@ class Session:
         """The saves to a folder that ended since the last call."""
         for save in self.engine.poll():
             self._finished.append(save)
-            if self._attempts is not None and save.committed.exception() is None and PINNED not in save.facts.labels:
+            begun = self.resumption.resumed.manifest if self.resumption.resumed is not None else None
+            is_newer = begun is None or save.step > begun.step  # by hand, and at a start's end, steps are saved again
+            if self._attempts is not None and save.committed.exception() is None and is_newer:
                 self._attempts.clear()
             self.save_seconds = max(self.save_seconds, save.seconds)
         if not self._finished:
@@ -358,6 +360,7 @@ class Session:
         replace: bool = False,
         labels: tuple[str, ...] = (),
         suspicion: str = "",
+        off_since: int | None = None,
         overlap: bool = False,
     ) -> Save | None:
         """Start a save of the Trainer's state as it is now; None where one is under way.
@@ -373,9 +376,12 @@ class Session:
             replace: whether a checkpoint of that name gives way.
             labels: for the manifest; rank 0's count.
             suspicion: why it is not to be resumed from, if it is not; rank 0's counts.
+            off_since: the step since which the loss is off its course, if it is; rank 0's counts.
             overlap: whether a forward and a backward pass follow, and copying may go on meanwhile.
         """
-        facts = dataclasses.replace(self._facts(reason, epoch, metrics, weights_only, labels), suspicion=suspicion)
+        facts = dataclasses.replace(
+            self._facts(reason, epoch, metrics, weights_only, labels), suspicion=suspicion, off_since=off_since
+        )
 
         def capture() -> Snapshot:
             return self._snapshot(self._doorway.dump_checkpoint(weights_only), settled)
@@ -413,7 +419,7 @@ class Session:
         self, reason: str, epoch: int, metrics: Mapping[str, float], weights_only: bool, labels: tuple[str, ...] = ()
     ) -> Facts:
         return Facts(
-            step=self.trainer.global_step,
+            step=trainer_state.step_of(self.trainer),
             epoch=epoch,
             reason=reason,
             strategy=type(self.trainer.strategy).__name__,
@@ -693,11 +699,11 @@ class Session:
             note = f" skipped={skipped!r}" if skipped else ""
             log.info("event=resume step=%d from=%s %s ranks=%d%s", step, source.path, _origin(source), size, note)
 
-    def roll_back(self, folder: Folder, name: str, copies: Mapping[str, Manifest]) -> Source:
+    def roll_back(self, tier: LocalTier | RemoteTier, name: str, copies: Mapping[str, Manifest]) -> Source:
         """Take the run back to a checkpoint; see ``Resumption.roll_back``.  Collective.
 
         Args:
-            folder: where it is, or is brought to.
+            tier: where it is, or is brought to.
             name: of it.
             copies: what it is called behind a URL, where there is no folder that has it.
 
@@ -706,7 +712,7 @@ class Session:
             CheckpointIncompatible: it does not fit what is trained now.
         """
         self.engine.finish_staging()
-        place = self.places[folder.tier.where()]
+        place = self.places.get(tier.where()) or self.place(tier)
         save = next((manifest.save_id for manifest in copies.values()), None)
         try:
             source = verify_together(
@@ -720,11 +726,18 @@ class Session:
         self.resumption.roll_back(source)
         return source
 
-    def leave_behind(self, folder: Folder, left: Mapping[str, Manifest]) -> None:
-        """Call checkpoints of a folder suspect, as ``left`` says by their names, so that no start leads to them."""
+    def leave_behind(self, folder: Folder, left: Mapping[str, Manifest], newest: str | None) -> None:
+        """Call checkpoints of a folder suspect, as ``left`` says by their names, so that no start leads to them; its
+        link leads to the ``newest`` that is left."""
         if self.ranks.rank not in folder.leaders:
             return
-        for name, manifest in left.items():
+        if left and newest is not None and folder.link is not None:
+            try:
+                folder.tier.point(folder.link, newest)
+            except OSError as error:
+                log.warning("event=link folder=%s error=%r", folder.tier.where(), error)
+        for name in newest_first(left):
+            manifest = left[name]
             try:
                 store.suspect(folder.tier, name, manifest)
             except (OSError, ResilienceError) as error:
