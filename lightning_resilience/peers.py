@@ -26,8 +26,8 @@ import struct
 import threading
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,17 +85,15 @@ class Peers:
         listener = attempt(lambda: socket.create_server((ranks.address, 0)))
         self._listener = listener if isinstance(listener, socket.socket) else None
         address = self._listener.getsockname()[:2] if self._listener is not None else None
-        self._targets = _targets(ranks.all_gather(Neighbour(sharing[0], address)), ranks.rank, copies)
-        self._threads: list[threading.Thread] = []
+        everyone = ranks.all_gather(Neighbour(sharing[0], address))
+        routes = _routes([neighbour.leader for neighbour in everyone], copies)
+        self._targets = [everyone[target].address for target in routes[ranks.rank]]
+        senders = sum(ranks.rank in targets for targets in routes)
+        self._free = threading.Semaphore(max(senders, 1))  # for as many at once as there are to be
         if isinstance(listener, Exception):
             log.warning("event=peers rank=%d outcome=failed reason='cannot listen: %s'", self._rank, listener)
-        self._start(self._serve, "resilience-peer-in")
-        self._start(self._send, "resilience-peer-out")
-
-    def _start(self, work: Callable[[], None], name: str) -> None:
-        thread = threading.Thread(target=work, name=name, daemon=True)
-        thread.start()
-        self._threads.append(thread)
+        _start(self._serve, "resilience-peers")
+        self._sender = _start(self._send, "resilience-peer-out")
 
     # -- the training thread ------------------------------------------------------------------------------------------
 
@@ -106,7 +104,7 @@ class Peers:
     def drain(self, seconds: float) -> None:
         """Let what was offered arrive, for so long at most; nothing is offered any more."""
         self._queue.put(None)
-        self._threads[1].join(seconds)
+        self._sender.join(seconds)
 
     def close(self) -> None:
         """Stop at once; others must have drained, or theirs does not arrive here."""
@@ -172,22 +170,31 @@ class Peers:
     # -- receiving ----------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
+        """Answer each peer in a thread of its own: one that sends for minutes keeps none of the others waiting."""
         if self._listener is None:
             return
         self._listener.settimeout(TICK)
         while not self._stop.is_set():
+            if not self._free.acquire(timeout=TICK):
+                continue
             try:
                 peer, _ = self._listener.accept()
-            except TimeoutError:
-                continue
-            except OSError:
+            except OSError as error:
+                self._free.release()
+                if isinstance(error, TimeoutError):
+                    continue
                 return
-            with closing(peer):
-                try:
-                    peer.settimeout(SILENCE)
-                    self._receive(peer)
-                except (OSError, ValueError, KeyError, TypeError, ResilienceError) as error:
-                    log.debug("event=peers rank=%d outcome=dropped reason=%r", self._rank, str(error))
+            _start(partial(self._answer, peer), "resilience-peer-in")
+
+    def _answer(self, peer: socket.socket) -> None:
+        try:
+            with peer:
+                peer.settimeout(SILENCE)
+                self._receive(peer)
+        except (OSError, ValueError, KeyError, TypeError, ResilienceError) as error:
+            log.debug("event=peers rank=%d outcome=dropped reason=%r", self._rank, str(error))
+        finally:
+            self._free.release()
 
     def _receive(self, peer: socket.socket) -> None:
         if not hmac.compare_digest(_take(peer, len(self._token)), self._token):
@@ -217,16 +224,29 @@ class Peers:
             sink.unlink(missing_ok=True)
 
 
-def _targets(everyone: Sequence[Neighbour], rank: int, copies: int) -> list[tuple[str, int] | None]:
-    """Where a rank sends its files: to one rank of each of the next nodes, spread over those that it has."""
+def _start(work: Callable[[], None], name: str) -> threading.Thread:
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def _routes(leaders: Sequence[int], copies: int) -> list[list[int]]:
+    """To which ranks each one sends its files: one rank of each of the next nodes, spread over those that it has.
+
+    Args:
+        leaders: of each rank, the leader of its folder.
+        copies: on how many other nodes.
+    """
     nodes: dict[int, list[int]] = {}
-    for other, neighbour in enumerate(everyone):
-        nodes.setdefault(neighbour.leader, []).append(other)
-    leaders = sorted(nodes)
-    here = leaders.index(everyone[rank].leader)
-    place = nodes[leaders[here]].index(rank)
-    following = [nodes[leaders[(here + step) % len(leaders)]] for step in range(1, min(copies, len(leaders) - 1) + 1)]
-    return [everyone[node[place % len(node)]].address for node in following]
+    for rank, leader in enumerate(leaders):
+        nodes.setdefault(leader, []).append(rank)
+    ring = [nodes[leader] for leader in sorted(nodes)]
+    routes: list[list[int]] = [[] for _ in leaders]
+    for here, node in enumerate(ring):
+        following = [ring[(here + step) % len(ring)] for step in range(1, min(copies, len(ring) - 1) + 1)]
+        for place, rank in enumerate(node):
+            routes[rank] = [other[place % len(other)] for other in following]
+    return routes
 
 
 def _write(peer: socket.socket, size: int, sink: Path) -> str:

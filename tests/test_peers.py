@@ -16,7 +16,7 @@ import torch
 
 from forks import run_forks
 from lightning_resilience import CheckpointCorrupt, EverySteps, ResilientCheckpoint, SetupError
-from lightning_resilience.peers import _LENGTH, NO, YES, Neighbour, Peers, _targets
+from lightning_resilience.peers import _LENGTH, NO, YES, Neighbour, Peers, _routes
 from lightning_resilience.store import list_checkpoints
 from lightning_resilience.tiers import LocalTier
 from on_disk import save
@@ -77,24 +77,24 @@ def test_without_peers_the_same_loss_leaves_nothing_to_go_on_from(tmp_path: Path
 # -- one rank, and a peer made by hand --------------------------------------------------------------------------------
 
 
-class OneOfTwo:
-    """What ``Peers`` asks of its ranks: this one is rank 0 on node 0, and the other listens at ``other``."""
+class OneOfSome:
+    """What ``Peers`` asks of its ranks: this one is rank 0 on node 0, each other one is a node and listens there."""
 
     rank, session, address = 0, TOKEN.decode(), "127.0.0.1"
 
-    def __init__(self, other: tuple[str, int] | None) -> None:
-        self.other = other
+    def __init__(self, *others: tuple[str, int] | None) -> None:
+        self.others = others
         self.mine: Any = None
 
     def all_gather(self, mine: Neighbour) -> list[Neighbour]:
         self.mine = mine
-        return [mine, Neighbour(1, self.other)]
+        return [mine, *(Neighbour(rank, other) for rank, other in enumerate(self.others, 1))]
 
 
 @pytest.fixture
 def peers(tmp_path: Path) -> Any:
     tier = LocalTier(tmp_path)
-    ranks = OneOfTwo(None)
+    ranks = OneOfSome(None)
     one = Peers(ranks, tier, (0,), copies=1)  # type: ignore[arg-type]
     yield tier, ranks.mine.address, one
     one.close()
@@ -153,12 +153,38 @@ def test_strangers_and_nonsense_get_no_answer_and_the_next_one_does(peers: Any, 
         assert peer.recv(1) == YES
 
 
+def test_one_that_sends_slowly_keeps_no_other_sender_waiting_and_there_are_no_more_at_once_than_senders(
+    tmp_path: Path,
+) -> None:
+    tier, ranks = LocalTier(tmp_path), OneOfSome(None, None)
+    name = save(tier)
+    one = Peers(ranks, tier, (0,), copies=2)  # type: ignore[arg-type]
+    file = "__1_0.distcp"
+    whole, note = tier.read(name, file), note_of(tier, name, file)
+    with announce(ranks.mine.address, TOKEN, note) as slow, announce(ranks.mine.address, TOKEN, note) as other:
+        assert slow.recv(1) == YES
+        slow.sendall(whole[:10])
+        other.settimeout(10)
+        assert other.recv(1) == YES
+        with announce(ranks.mine.address, TOKEN, note) as third:
+            third.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                third.recv(1)
+            other.sendall(whole)
+            assert other.recv(1) == YES
+            third.settimeout(10)
+            assert third.recv(1) == YES
+        slow.sendall(whole[10:])
+        assert slow.recv(1) == YES
+    one.close()
+
+
 def test_peer_that_does_not_answer_is_told_of_once_and_so_is_its_return(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tier = LocalTier(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        ranks = OneOfTwo(listener.getsockname()[:2])
+        ranks = OneOfSome(listener.getsockname()[:2])
         one = Peers(ranks, tier, (0,), copies=1)  # type: ignore[arg-type]
         names = [save(tier, step=step) for step in (1, 2, 3)]
         manifests = [list_checkpoints(tier).committed[name] for name in names]
@@ -179,17 +205,11 @@ def test_peer_that_does_not_answer_is_told_of_once_and_so_is_its_return(
 
 
 def test_each_node_sends_to_the_next_ones_and_never_to_itself() -> None:
-    addresses = [("node", rank) for rank in range(6)]
-    everyone = [Neighbour(leader, address) for leader, address in zip((0, 0, 2, 2, 4, 4), addresses, strict=True)]
-    assert _targets(everyone, 0, 1) == [("node", 2)]
-    assert _targets(everyone, 1, 1) == [("node", 3)]
-    assert _targets(everyone, 5, 1) == [("node", 1)]
-    assert _targets(everyone, 0, 2) == [("node", 2), ("node", 4)]
-    assert _targets(everyone, 0, 9) == [("node", 2), ("node", 4)]
-    uneven = [Neighbour(leader, address) for leader, address in zip((0, 0, 2, 3, 3, 3), addresses, strict=True)]
-    assert [_targets(uneven, rank, 1) for rank in (0, 1, 2, 5)] == [
-        [("node", 2)], [("node", 2)], [("node", 3)], [("node", 0)]
-    ]  # fmt: skip
+    even, uneven = (0, 0, 2, 2, 4, 4), (0, 0, 2, 3, 3, 3)
+    assert _routes(even, 1) == [[2], [3], [4], [5], [0], [1]]
+    assert _routes(even, 2) == [[2, 4], [3, 5], [4, 0], [5, 1], [0, 2], [1, 3]]
+    assert _routes(even, 9) == _routes(even, 2)
+    assert _routes(uneven, 1) == [[2], [2], [3], [0], [1], [0]]
 
 
 @pytest.mark.parametrize("peers", [-1, 1.5, "1", True])
