@@ -10,7 +10,8 @@
 
 So a node that is lost costs no trip to the cold tier: at a resume its files are found in another node's folder, as any
 others that a folder lacks (see ``resume``).  Everything here is done by threads of its own over plain connections
-between the nodes; a peer that does not answer is told of once, and training goes on.
+between the nodes; a peer that does not answer is told of once, and training goes on.  Both ends hold the checkpoint
+meanwhile, so that retention leaves it alone: over a slow link it may long be redundant before its copy is whole.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ import xxhash
 from lightning_resilience import store
 from lightning_resilience.errors import ResilienceError
 from lightning_resilience.manifest import FileEntry, Manifest, plain_name
-from lightning_resilience.ranks import Ranks, attempt
+from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.tiers import FETCHED, LocalTier
 
 log = logging.getLogger("lightning_resilience")
@@ -81,8 +82,8 @@ class Peers:
         self._stop = threading.Event()
         self._has_failed = False
         self.sent = 0
-        """Checkpoints of which this rank's files are on all their other nodes."""
-        listener = attempt(lambda: socket.create_server((ranks.address, 0)))
+        """Checkpoints of which this rank has files and all their other nodes have them too."""
+        listener = attempt(lambda: _listen(ranks.address))
         self._listener = listener if isinstance(listener, socket.socket) else None
         address = self._listener.getsockname()[:2] if self._listener is not None else None
         everyone = ranks.all_gather(Neighbour(sharing[0], address))
@@ -118,9 +119,7 @@ class Peers:
         while (latest := self._latest()) is not None:
             name, manifest = latest
             try:
-                files = self._mine(name, manifest)
-                for address in self._targets:
-                    self._send_to(address, name, manifest, files)
+                self.sent += self._send_to_all(name, manifest)
             except (OSError, ResilienceError) as error:
                 if not self._stop.is_set() and not self._has_failed:
                     log.warning(
@@ -129,7 +128,6 @@ class Peers:
                     )  # fmt: skip
                 self._has_failed = True
             else:
-                self.sent += 1
                 if self._has_failed:
                     log.warning("event=peers rank=%d name=%s outcome=back", self._rank, name)
                 self._has_failed = False
@@ -145,6 +143,20 @@ class Peers:
             latest = following
         return latest
 
+    def _send_to_all(self, name: str, manifest: Manifest) -> bool:
+        """Send this rank's files of a checkpoint to all their other nodes; whether these have them now.
+
+        Raises:
+            OSError: one of those did not get them; the others did all the same.
+        """
+        with self._tier.hold(name):
+            files = self._mine(name, manifest)
+            if not files:
+                return False
+            answers = [attempt(partial(self._send_to, target, name, manifest, files)) for target in self._targets]
+        raise_first(answers)
+        return all(answers)
+
     def _mine(self, name: str, manifest: Manifest) -> list[FileEntry]:
         """What this rank wrote of a checkpoint."""
         here = store.read_manifest(self._tier, name)
@@ -152,7 +164,9 @@ class Peers:
             return []  # the name is a newer save's, which is offered too
         return [entry for entry in here if entry.rank == self._rank and entry.at is None]
 
-    def _send_to(self, address: tuple[str, int] | None, name: str, manifest: Manifest, files: list[FileEntry]) -> None:
+    def _send_to(self, address: tuple[str, int] | None, name: str, manifest: Manifest, files: list[FileEntry]) -> bool:
+        """Send files to a rank of another node; whether they are there, which they are not where the checkpoint is
+        gone from that node."""
         if address is None:
             raise OSError(errno.EHOSTUNREACH, "the next node does not listen")
         note = {"name": name, "save": manifest.save_id, "files": [entry.to_dict() for entry in files]}
@@ -160,12 +174,13 @@ class Peers:
             peer.sendall(self._token)
             _put(peer, json.dumps(note).encode())
             if _take(peer, 1) != YES:
-                return  # it has gone there already
+                return False
             for entry in files:
                 with open(self._tier.path(name, entry.path), "rb") as file:
                     peer.sendfile(file)
             if _take(peer, 1) != YES:
                 raise OSError(errno.EIO, f"{address[0]} did not get it whole")
+            return True
 
     # -- receiving ----------------------------------------------------------------------------------------------------
 
@@ -205,8 +220,11 @@ class Peers:
         is_here = (
             isinstance(here, Manifest) and here.save_id == note["save"] and all(map(here.files.__contains__, files))
         )
-        peer.sendall(YES if is_here else NO)
-        if is_here:
+        if not is_here:
+            peer.sendall(NO)
+            return
+        with self._tier.hold(name):
+            peer.sendall(YES)
             for entry in files:
                 self._take_in(peer, name, entry)
             self._tier.sync(name)
@@ -222,6 +240,12 @@ class Peers:
             os.replace(sink, target)
         finally:
             sink.unlink(missing_ok=True)
+
+
+def _listen(address: str) -> socket.socket:
+    """A listener at one of this machine's addresses, be it of IPv4 or IPv6, on a port that is free."""
+    family, *_, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(where, family=family)
 
 
 def _start(work: Callable[[], None], name: str) -> threading.Thread:

@@ -265,7 +265,7 @@ def is_pinned(tier: Tier, name: str) -> bool:
 
 
 def retain(
-    tier: Tier,
+    tier: WritableTier,
     keep: Keep,
     ranking: Ranking | None = None,
     in_use: Collection[str] = (),
@@ -284,7 +284,8 @@ def retain(
         up_to: sequence number of the newest checkpoint that users know of; newer ones do not make others redundant yet.
 
     Returns:
-        The verdicts on what was removed.  A removal that fails is logged and tried again after the next save.
+        The verdicts on what was removed.  A removal that fails is logged and tried again after the next save.  So is,
+        without a word, that of a checkpoint that a living process holds.
     """
     committed = list_checkpoints(tier).committed if committed is None else committed
     referred = {entry.at for manifest in committed.values() for entry in manifest if entry.at}
@@ -296,6 +297,8 @@ def retain(
         try:
             if PINNED in read_manifest(tier, verdict.name).labels:
                 continue  # since it was listed
+            if tier.is_held(verdict.name):
+                continue  # it is on its way to another node, or its files are on their way here
             tier.remove(verdict.name)
         except (OSError, ResilienceError) as error:
             log.warning("event=forget name=%s error=%r", verdict.name, error)
