@@ -80,7 +80,9 @@ def pull(source: RemoteTier, name: str, manifest: Manifest, target: LocalTier, t
         try:
 
             def fetch(entry: FileEntry) -> None:
-                source.fetch(store.holder(name, entry), entry, target.path(partial, entry.path))
+                holder = store.holder(name, entry)
+                with target.arriving(partial, entry, source.where(holder)) as sink:
+                    source.fetch(holder, entry, sink)
 
             _each(fetch, name, manifest, tell)
             store.commit(target, partial, name, manifest.standing_alone())

@@ -5,7 +5,7 @@
     rank of node 1                                     rank of node 2 (the next one)
     ──────────────                                     ─────────────────────────────
     a checkpoint is committed: connect, say which ──>  is it in this folder too?  then yes
-    send this rank's files of it                  ──>  write, digest, fsync, put into its place
+    send this rank's files of it                  ──>  write, fsync, digest, put into its place
                                                   <──  done
 
 So a node that is lost costs no trip to the cold tier: at a resume its files are found in another node's folder, as any
@@ -25,20 +25,17 @@ import queue
 import socket
 import struct
 import threading
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from lightning_resilience import store
 from lightning_resilience.errors import ResilienceError
 from lightning_resilience.manifest import FileEntry, Manifest, plain_name
 from lightning_resilience.ranks import Ranks, attempt, raise_first
-from lightning_resilience.tiers import FETCHED, LocalTier
+from lightning_resilience.tiers import LocalTier
 
 log = logging.getLogger("lightning_resilience")
 
@@ -226,20 +223,9 @@ class Peers:
         with self._tier.hold(name):
             peer.sendall(YES)
             for entry in files:
-                self._take_in(peer, name, entry)
-            self._tier.sync(name)
+                with self._tier.arriving(name, entry, "another node") as sink:
+                    _write(peer, entry.size, sink)
             peer.sendall(YES)
-
-    def _take_in(self, peer: socket.socket, name: str, entry: FileEntry) -> None:
-        """Receive a file, and put it into its place if it is what the manifest says."""
-        target = self._tier.path(name, entry.path)
-        sink = target.with_name(f".{entry.path}{FETCHED}{uuid.uuid4().hex[:12]}")
-        try:
-            if _write(peer, entry.size, sink) != entry.xxh3_128:
-                raise OSError(errno.EIO, f"{entry.path} was damaged on its way")
-            os.replace(sink, target)
-        finally:
-            sink.unlink(missing_ok=True)
 
 
 def _listen(address: str) -> socket.socket:
@@ -273,20 +259,17 @@ def _routes(leaders: Sequence[int], copies: int) -> list[list[int]]:
     return routes
 
 
-def _write(peer: socket.socket, size: int, sink: Path) -> str:
-    """Write what a peer sends; on return it survives power loss.  Its digest."""
-    state, block = xxhash.xxh3_128(), bytearray(min(BLOCK, max(size, 1)))
+def _write(peer: socket.socket, size: int, sink: Path) -> None:
+    """Write what a peer sends; on return it survives power loss."""
+    block = bytearray(min(BLOCK, max(size, 1)))
     with open(sink, "xb", buffering=0) as file:
         while size:
             count = peer.recv_into(block, min(size, len(block)))
             if not count:
                 raise ConnectionResetError(errno.ECONNRESET, "the peer is gone")
-            some = memoryview(block)[:count]
-            state.update(some)
-            file.write(some)
+            file.write(memoryview(block)[:count])
             size -= count
         os.fsync(file.fileno())
-    return state.hexdigest()
 
 
 def _put(peer: socket.socket, content: bytes) -> None:

@@ -9,7 +9,6 @@ node-local from a node that has it, and otherwise from the cold tier.
 from __future__ import annotations
 
 import logging
-import os
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -30,7 +29,7 @@ from lightning_resilience.manifest import MANIFEST, META, METADATA, PARTIAL, SHA
 from lightning_resilience.memory import MemoryTier
 from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.remote import RemoteTier
-from lightning_resilience.tiers import FETCHED, LocalTier
+from lightning_resilience.tiers import LocalTier
 
 log = logging.getLogger("lightning_resilience")
 
@@ -507,53 +506,56 @@ def _bring(ranks: Ranks, place: Place, source: Source, found: _Found, files: Col
     Returns:
         Bytes that this rank fetched from the cold tier.
     """
-    manifest, leader = source.manifest, place.sharing[0]
-    assert manifest is not None
-    lost = found.lost.keys()
-    wanted = {file for file in files if leader in found.lacking.get(file, ())}
+    assert source.manifest is not None
+    leader, lost = place.sharing[0], found.lost.keys()
+    wanted = [entry for entry in source.manifest if entry.path in files and leader in found.lacking.get(entry.path, ())]
     fetched = 0
     if lost:
-        fetched = _fetch(ranks, place, source, [entry for entry in manifest if entry.path in wanted & lost])
+        fetched = _fetch(ranks, place, source, [entry for entry in wanted if entry.path in lost])
+
+    def make_room() -> list[str]:
+        """As leader of a folder, get it ready for what others have; what that is."""
+        elsewhere = [entry for entry in wanted if entry.path not in lost] if ranks.rank == leader else []
+        for entry in elsewhere:
+            source.tier.begin(store.holder(source.name, entry))
+        return [entry.path for entry in elsewhere]
+
+    answers: list[Any] = ranks.gathered(make_room)
+    raise_first(answers)
     sinks: dict[str, set[int]] = {}
-    for sink, names in ranks.all_gather((leader, sorted(wanted - lost))):
-        for file in names:
-            sinks.setdefault(file, set()).add(sink)
-    for file in sorted(sinks):
-        _copy(ranks, source, file, found.holding[file], sinks[file])
+    for rank, paths in enumerate(answers):
+        for file in paths:
+            sinks.setdefault(file, set()).add(rank)
+    for entry in source.manifest:
+        if entry.path in sinks:
+            _copy(ranks, source, entry, found.holding[entry.path], sinks[entry.path])
     return fetched
 
 
 def _fetch(ranks: Ranks, place: Place, source: Source, entries: Sequence[FileEntry]) -> int:
     """Bring files from the cold tier to this rank's folder, shared out over the ranks that share it; the bytes that
     this rank fetched."""
-    cold, tier, name = place.cold, source.tier, source.name
+    cold = place.cold
     assert cold is not None
     mine = entries[place.sharing.index(ranks.rank) :: len(place.sharing)]
 
     def fetch_mine() -> None:
         for entry in mine:
-            target = source.home(entry.path)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            sink = target.with_name(f".{entry.path}{FETCHED}{uuid.uuid4().hex[:12]}")
-            try:
-                _fetch_one(cold, source.copies, entry, sink)
-                os.replace(sink, target)
-            finally:
-                sink.unlink(missing_ok=True)
-            log.info("event=heal name=%s file=%s from=%s", name.partition(PARTIAL)[0], entry.path, cold.where())
-        tier.begin(name)
-        tier.sync(name)
+            source.tier.begin(store.holder(source.name, entry))
+            _fetch_one(cold, source, entry)
+            log.info("event=heal name=%s file=%s from=%s", source.name.partition(PARTIAL)[0], entry.path, cold.where())
 
     raise_first(ranks.gathered(fetch_mine))
     return sum(entry.size for entry in mine)
 
 
-def _fetch_one(cold: RemoteTier, copies: Sequence[str], entry: FileEntry, sink: Path) -> None:
+def _fetch_one(cold: RemoteTier, source: Source, entry: FileEntry) -> None:
     """Bring one file from the first copy that has it whole."""
     problems: list[CheckpointCorrupt | FileNotFoundError] = []
-    for name in copies:
+    for name in source.copies:
         try:
-            cold.fetch(name, entry, sink)
+            with source.tier.arriving(store.holder(source.name, entry), entry, cold.where(name)) as sink:
+                cold.fetch(name, entry, sink)
             return
         except (CheckpointCorrupt, FileNotFoundError) as error:
             problems.append(error)
@@ -562,33 +564,17 @@ def _fetch_one(cold: RemoteTier, copies: Sequence[str], entry: FileEntry, sink: 
     raise CheckpointCorrupt(f"{problem}", problems=(f"{entry.path} is missing in {cold.where()}",)) from problem
 
 
-def _copy(ranks: Ranks, source: Source, file: str, giver: int, sinks: set[int]) -> None:
+def _copy(ranks: Ranks, source: Source, entry: FileEntry, giver: int, sinks: set[int]) -> None:
     """Bring a file to the folders that lack it, from a rank that has it."""
-    target = source.home(file)
-    sink = None
-    if ranks.rank in sinks:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        sink = target.with_name(f".{file}{FETCHED}{uuid.uuid4().hex[:12]}")
-    try:
-        ranks.copy_file(giver, source.locate(file), sink)
-        raise_first(ranks.gathered(lambda: _take_in(source, file, sink)))
-    finally:
-        if sink is not None:
-            sink.unlink(missing_ok=True)
+    with ExitStack() as arriving:
+        sink = None
+        if ranks.rank in sinks:
+            holder = store.holder(source.name, entry)
+            sink = arriving.enter_context(source.tier.arriving(holder, entry, f"rank {giver}"))
+        ranks.copy_file(giver, source.locate(entry.path), sink)
+        raise_first(ranks.gathered(arriving.close))
     if sink is not None:
-        log.info("event=heal name=%s file=%s from_rank=%d", source.name.partition(PARTIAL)[0], file, giver)
-
-
-def _take_in(source: Source, file: str, sink: Path | None) -> None:
-    """Put a copied file in its place, if it is what the manifest says."""
-    if sink is None:
-        return
-    target, entry = source.home(file), source.manifest.file(file) if source.manifest is not None else None
-    assert entry is not None
-    if source.tier.digest(target.parent.name, sink.name) != entry.xxh3_128:
-        raise CheckpointCorrupt(f"{file} was damaged on its way here.", problems=(f"{file}: bad copy",))
-    os.replace(sink, target)
-    source.tier.sync(target.parent.name)
+        log.info("event=heal name=%s file=%s from_rank=%d", source.name.partition(PARTIAL)[0], entry.path, giver)
 
 
 def open_explicit(ranks: Ranks, path: Path, place: Place | None = None, needs: Needs | None = None) -> Source:
