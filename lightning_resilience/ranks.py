@@ -1,12 +1,15 @@
-"""Everything that talks between ranks, and nothing else does.
-
-Two channels, neither of which is the Trainer's:
+"""How ranks talk to each other: three channels, none of which is the Trainer's.
 
 * **the group**: gloo, with a timeout of its own, used from the training thread only.  All ranks call the same method at
   the same step, so these are collectives: a few integers a save, whole plans when the shape of the state changed, and
   lists of checkpoints at a resume.
 * **the board**: a key-value store with deadlines, used from the background.  Nobody waits for anybody who has not
   promised to write: a save ends on every rank with the verdict of the board, or with its deadline.
+* **connections between nodes**, over which ``peers`` sends whole files in the background, and which it opens itself.
+  What it needs to know for that is told here: at which address others reach a node, and by which token they know each
+  other (``session``).
+
+Nothing else talks between ranks.
 """
 
 from __future__ import annotations
