@@ -9,7 +9,7 @@
                                                   <──  done
 
 So a node that is lost costs no trip to the cold tier: at a resume its files are found in another node's folder, as any
-others that a folder lacks (see ``resume``).  Everything here is done by threads of its own over plain connections
+others that a folder lacks (see ``heal``).  Everything here is done by threads of its own over plain connections
 between the nodes; a peer that does not answer is told of once, and training goes on.  Both ends hold the checkpoint
 meanwhile, so that retention leaves it alone: over a slow link it may long be redundant before its copy is whole.
 """

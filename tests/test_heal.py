@@ -12,8 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from forks import run_forks
+from lightning_resilience.places import Place, Source
 from lightning_resilience.ranks import Ranks
-from lightning_resilience.resume import Place, Source, find_last
+from lightning_resilience.resume import find_last
 from lightning_resilience.tiers import LocalTier
 from on_disk import save, tree
 
