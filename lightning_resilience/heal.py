@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -77,10 +77,8 @@ def make_whole(
         small = {METADATA, META}
         fetched = _bring(ranks, place, source, found, small)
         mine = manifest.paths - small
-        if found.lacking and needs is not None and len(place.sharing) < ranks.world_size:
-            needed = ranks.gathered(lambda: needs(source))
-            raise_first(needed)
-            mine &= set().union(*(needed[rank] for rank in place.sharing))  # type: ignore[arg-type]
+        if needs is not None and not found.is_everywhere and len(place.sharing) < ranks.world_size:
+            mine &= _needed(ranks, place, manifest, lambda: needs(source))
         fetched += _bring(ranks, place, source, found, mine)
         raise_first(ranks.gathered(lambda: spot.finish(tier) if leads else None))
     return replace(source, name=spot.name, fetched=sum(ranks.all_gather(fetched)), **found.origins(manifest))
@@ -181,14 +179,51 @@ def _recall(ranks: Ranks, tier: MemoryTier | None, manifest: Manifest) -> list[M
     return [of_nodes[node] for node, _ in everyone]
 
 
+@dataclass(frozen=True)
+class _Some:
+    """Some of many files as ranks tell each other of them: by their numbers, or by those of the others where these are
+    fewer.  A node's folder has its own ranks' files, or nearly all, so the numbers that all nodes tell are about as
+    many as there are files, and not for each node as many."""
+
+    numbers: tuple[int, ...]
+    are_the_others: bool
+
+    @classmethod
+    def of(cls, chosen: set[int], among: range) -> _Some:
+        """``chosen`` out of ``among``."""
+        others = [number for number in among if number not in chosen]
+        if len(others) < len(chosen):
+            return cls(tuple(others), True)
+        return cls(tuple(chosen), False)
+
+    def out_of(self, among: range) -> Iterable[int]:
+        """Which of ``among`` they are."""
+        return set(among).difference(self.numbers) if self.are_the_others else self.numbers
+
+
+def _needed(ranks: Ranks, place: Place, manifest: Manifest, needs: Callable[[], set[str]]) -> set[str]:
+    """Names of the files that the ranks of this folder read.  Collective."""
+    every = range(len(manifest.files))
+
+    def ask() -> _Some:
+        names = needs()
+        return _Some.of({number for number in every if manifest.files[number].path in names}, every)
+
+    told: list[Any] = ranks.gathered(ask)
+    raise_first(told)
+    return {manifest.files[number].path for rank in place.sharing for number in told[rank].out_of(every)}
+
+
 @dataclass
 class _Found:
-    """Where the files of a checkpoint are: of each, a rank ``holding`` it whole, in its folder or in memory, and the
-    folders (by the rank of their leader) that are ``lacking`` it, and why; and which are read ``in_memory``, which in a
-    folder."""
+    """Where the files of a checkpoint are: of each, a rank ``holding`` it whole, in its folder or in memory; those that
+    this rank's folder is ``lacking``, those that nobody has (``lost``), and why not; whether each folder has them all;
+    and which are read ``in_memory``, which in a folder."""
 
     holding: dict[str, int] = field(default_factory=dict)
-    lacking: dict[str, dict[int, str]] = field(default_factory=dict)
+    lacking: set[str] = field(default_factory=set)
+    lost: dict[str, str] = field(default_factory=dict)
+    is_everywhere: bool = True
     in_memory: set[str] = field(default_factory=set)
     in_folders: set[str] = field(default_factory=set)
 
@@ -200,10 +235,15 @@ class _Found:
         numbers = len(writers - elsewhere), len(writers)
         return {"shards_in_memory": numbers, "from_folder": bool(self.in_folders)}
 
-    @property
-    def lost(self) -> dict[str, str]:
-        """The files that nobody has, and why not."""
-        return {file: next(iter(why.values())) for file, why in self.lacking.items() if file not in self.holding}
+
+@dataclass(frozen=True)
+class _Checked:
+    """What a rank tells of its share of the files: which ones its folder has whole (``leader`` is the first of those
+    that share it), and what is wrong with others that are there."""
+
+    leader: int
+    whole: _Some
+    damaged: dict[str, str]
 
 
 def _look(ranks: Ranks, place: Place, source: Source, recalled: Sequence[Mapping[str, Path]]) -> _Found:
@@ -212,7 +252,7 @@ def _look(ranks: Ranks, place: Place, source: Source, recalled: Sequence[Mapping
     What all of them read in memory is not read in the folder, which must have it all the same: memory goes.
     """
     assert source.manifest is not None
-    mine = source.manifest.files[place.sharing.index(ranks.rank) :: len(place.sharing)]
+    files, leader = source.manifest.files, place.sharing[0]
 
     def is_recalled(file: str, sharing: Sequence[int]) -> bool:
         return all(file in recalled[rank] for rank in sharing)
@@ -222,22 +262,37 @@ def _look(ranks: Ranks, place: Place, source: Source, recalled: Sequence[Mapping
             return store.content_problem(source.tier, source.name, entry)
         return None if place.passing else store.size_problem(source.tier, source.name, entry)
 
-    checked = ranks.gathered(lambda: {entry.path: problem_of(entry) for entry in mine})
-    raise_first(checked)
-    found = _Found()
-    for rank, files in enumerate(recalled):
-        for file in files:
+    def check() -> _Checked:
+        mine = range(place.sharing.index(ranks.rank), len(files), len(place.sharing))
+        problems = {number: problem for number in mine if (problem := problem_of(files[number])) is not None}
+        damaged = {files[number].path: why for number, why in problems.items() if why != store.missing(files[number])}
+        return _Checked(leader, _Some.of(set(mine).difference(problems), mine), damaged)
+
+    told: list[Any] = ranks.gathered(check)
+    raise_first(told)
+    folders: dict[int, list[int]] = {}
+    for rank, checked in enumerate(told):
+        folders.setdefault(checked.leader, []).append(rank)
+    found, damaged = _Found(), dict[str, str]()
+    for rank, paths in enumerate(recalled):
+        for file in paths:
             found.holding.setdefault(file, rank)
             found.in_memory.add(file)
-    for sharing, findings in zip(ranks.all_gather(place.sharing), checked, strict=True):
-        assert isinstance(findings, dict)
-        for file, problem in findings.items():
-            if problem is not None:
-                found.lacking.setdefault(file, {})[sharing[0]] = problem
-                continue
-            found.holding.setdefault(file, sharing[0])
+    for folder, sharing in folders.items():
+        whole: set[str] = set()
+        for index, rank in enumerate(sharing):
+            share = range(index, len(files), len(sharing))
+            whole |= {files[number].path for number in told[rank].whole.out_of(share)}
+            damaged |= told[rank].damaged
+        for file in whole:
+            found.holding.setdefault(file, folder)
             if not is_recalled(file, sharing):
                 found.in_folders.add(file)
+        if folder == leader:
+            found.lacking = source.manifest.paths - whole
+        found.is_everywhere &= len(whole) == len(files)
+    nobody = [entry for entry in files if entry.path not in found.holding]
+    found.lost = {entry.path: damaged.get(entry.path, store.missing(entry)) for entry in nobody}
     return found
 
 
@@ -248,8 +303,9 @@ def _bring(ranks: Ranks, place: Place, source: Source, found: _Found, files: Col
         Bytes that this rank fetched from the cold tier.
     """
     assert source.manifest is not None
-    leader, lost = place.sharing[0], found.lost.keys()
-    wanted = [entry for entry in source.manifest if entry.path in files and leader in found.lacking.get(entry.path, ())]
+    leader, lost = place.sharing[0], found.lost
+    lacking = found.lacking.intersection(files)
+    wanted = [entry for entry in source.manifest if entry.path in lacking]
     fetched = 0
     if lost:
         fetched = _fetch(ranks, place, source, [entry for entry in wanted if entry.path in lost])

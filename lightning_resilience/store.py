@@ -180,6 +180,11 @@ def holder(name: str, entry: FileEntry) -> str:
     return entry.at or name
 
 
+def missing(entry: FileEntry) -> str:
+    """What is said of a file that is not there."""
+    return f"{entry.path} is missing"
+
+
 def size_problem(tier: Tier, name: str, entry: FileEntry) -> str | None:
     """Why a file cannot be whole, judged by its size alone; None where it can."""
     try:
@@ -187,7 +192,7 @@ def size_problem(tier: Tier, name: str, entry: FileEntry) -> str | None:
     except OSError as error:
         return f"{entry.path} cannot be read: {error.strerror}"
     if size is None:
-        return f"{entry.path} is missing"
+        return missing(entry)
     if size != entry.size:
         how = "truncated" if size < entry.size else "longer"
         return f"{entry.path} is {how}: {size:,} bytes of {entry.size:,}"
