@@ -21,6 +21,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from weakref import proxy
@@ -68,7 +69,7 @@ from lightning_resilience.resume import Source
 from lightning_resilience.retention import Keep, Ranking
 from lightning_resilience.schedule import Progress, Schedule
 from lightning_resilience.session import Session, log_save, manifests_in
-from lightning_resilience.standings import Standings, best_first
+from lightning_resilience.standings import Standings, best_first, left_behind
 from lightning_resilience.store import list_checkpoints
 from lightning_resilience.tiers import LocalTier, local_path
 from lightning_resilience.watch import END_OF_TRAINING, Watch
@@ -298,6 +299,8 @@ class ResilientCheckpoint(ModelCheckpoint):
         self._validated = False
         self._metrics_are_of: tuple[int, int] | None = None
         self._overdue: Save | None = None
+        self._last_error = "see the log of the rank that failed"
+        self._metrics_before_validation: set[str] = set()
 
     def _the_keep(self, keep: Keep | None) -> Keep:
         if keep is None:
@@ -406,9 +409,9 @@ class ResilientCheckpoint(ModelCheckpoint):
         )
         self._standings.committed = manifests_in(self._folder, session.ranks)
         session.engine.count_from(self._standings.committed.values())
-        session.engine.protect(self._folder, self._must_stay)
         if cold is not None:
             self._begin_replicating(session, self._folder, cold)
+        session.engine.protect(self._folder, partial(_must_stay, self._standings, self._replicator))
         if self.peers and isinstance(tier, LocalTier):
             if len(self._folder.leaders) > 1:
                 self._peers = Peers(session.ranks, tier, self._folder.sharing, self.peers)
@@ -428,11 +431,6 @@ class ResilientCheckpoint(ModelCheckpoint):
                 )
         if cold is not None and isinstance(tier, LocalTier):
             raise_first(session.ranks.gathered(lambda: check_apart(tier.root, cold.objects)))
-
-    def _must_stay(self) -> set[str]:
-        """Names that stay in the folder, whatever its rule says."""
-        on_their_way = self._replicator.protected() if self._replicator is not None else set()
-        return {*on_their_way, *filter(None, [self._standings.last_good])}
 
     def _in_use(self) -> set[str]:
         """Names that stay in the cold tier, whatever its rule says."""
@@ -692,6 +690,7 @@ class ResilientCheckpoint(ModelCheckpoint):
             self._agreement.diverged = False
         session.leave_behind(folder, self._standings.go_back(good))
         if self._replicator is not None:
+            self._replicator.leave_behind(left_behind(self._replicator.known_cold(), good).values())
             self._replicator.offer(self._standings.committed, self._in_use())
         self._update_best()
 
@@ -736,7 +735,7 @@ class ResilientCheckpoint(ModelCheckpoint):
             folder,
             self._name(trainer, epoch),
             epoch=epoch,
-            reason="; ".join([reason, *(f"{label}: {why}" for label, why in marks.items())]),
+            reason="; ".join([reason, *(f"{mark}: {why}" for mark, why in marks.items())]),
             metrics=self._metrics(trainer),
             settled=settled,
             weights_only=self.save_weights_only,
@@ -782,8 +781,6 @@ class ResilientCheckpoint(ModelCheckpoint):
                 f"{failures} saves in a row have failed; the last cause: {self._last_error}",
                 hint="Earlier checkpoints are untouched: mend the storage, then start again with ckpt_path='last'.",
             )
-
-    _last_error: str = "see the log of the rank that failed"
 
     def _hear(self, trainer: Trainer) -> None:
         """Take note of the saves that ended since the last batch."""
@@ -946,9 +943,11 @@ class ResilientCheckpoint(ModelCheckpoint):
             self._replicate_in_time()
             session, peers = self._session, self._peers
             self._session = self._agreement = self._replicator = self._peers = self._watch = None
-            session.leave()
-            if peers is not None:
-                peers.close()
+            try:
+                session.leave()
+            finally:
+                if peers is not None:
+                    peers.close()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -1041,6 +1040,12 @@ _OF_A_FIT = (
     "_watch",
     "_watched_before",
 )
+
+
+def _must_stay(standings: Standings, replicator: Replicator | None) -> set[str]:
+    """Names that stay in a folder, whatever its rule says; asked for until the last background work has ended."""
+    on_their_way = replicator.protected() if replicator is not None else set()
+    return {*on_their_way, *filter(None, [standings.last_good])}
 
 
 def _how_it_ended(exception: BaseException) -> str:

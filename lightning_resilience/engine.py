@@ -8,7 +8,7 @@
     capture the state
     plan (first time, or its shape changed)
     stage: copy it into a slot  ──────────>  (the rest of the copy, see ``staging``)
-    … training goes on …                     persist: write the slot's bytes, digest, fsync
+    … training goes on …                     persist: write the slot's bytes as they come, digest, fsync
                                              report to the board
                                              leader of each folder: all reported? manifest, rename
                                              verdict on the board
@@ -69,7 +69,8 @@ from lightning_resilience.shards import (
 )
 from lightning_resilience.slots import Slot, SlotMemory, dump_objects
 from lightning_resilience.staging import Staging
-from lightning_resilience.tiers import LocalTier
+from lightning_resilience.threads import give_way
+from lightning_resilience.tiers import LocalTier, Ready, is_there
 from lightning_resilience.verdict import Report, Verdict, describe
 
 log = logging.getLogger("lightning_resilience")
@@ -131,7 +132,7 @@ class Folder:
 @dataclass
 class Save:
     """One save under way: futures for its stages, and how long they took in seconds: ``stall`` of the training thread,
-    ``stage`` of copying, of which ``behind`` was after the training thread had gone on, and ``persist``."""
+    ``stage`` of copying, also behind it, and ``persist`` of writing, which goes on beside that."""
 
     step: int
     attempt: int
@@ -143,13 +144,9 @@ class Save:
     began: float = field(default_factory=time.perf_counter)
     stall: float = 0.0
     stage: float = 0.0
-    behind: float = 0.0
     persist: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """How long it took from its beginning to the commit."""
-        return self.stall + self.behind + self.persist
+    seconds: float = 0.0
+    """How long it took from its beginning to the commit."""
 
     def wait(self, seconds: float | None = None) -> Committed:
         """Block until it is committed.
@@ -217,6 +214,7 @@ class _Job:
     name: str
     replace: bool
     files: dict[str, Any] = field(default_factory=dict)
+    ready: dict[str, Ready] = field(default_factory=dict)
     metadata: Callable[[], bytes] | None = None
     parameters: list[tuple[str, Tensor]] = field(default_factory=list)
     slot: Slot | None = None
@@ -228,6 +226,7 @@ class _Job:
         """Refer to no slot any more."""
         self.staging = None
         self.files.clear()
+        self.ready.clear()
         self.parameters.clear()
         self.slot = None
 
@@ -367,7 +366,7 @@ class Engine:
         snapshot = capture()
         self._attempts += 1
         self.sequence += 1
-        save = self._in_flight = Save(facts.step, self._attempts, self.sequence, folder, facts)
+        save = self._in_flight = Save(facts.step, self._attempts, self.sequence, folder, facts, began=begin)
         # Behind a URL nothing gives way in one step, so the new one gets a version there.
         job = _Job(save, name, replace and isinstance(folder.tier, LocalTier))
         try:
@@ -439,7 +438,10 @@ class Engine:
         rank = self.ranks.rank
         job.slot = slot
         job.parameters = slot.tensors(self._plan.trained)
-        job.files |= {file: slot.view()[where] for file, where in self._plan.layout.files(rank).items()}
+        for file, where in self._plan.layout.files(rank).items():
+            job.files[file] = slot.view()[where]
+            if job.staging is not None:
+                job.ready[file] = partial(job.staging.await_below, base=slot.address + where.start)
         job.files[rank_file(rank)] = snapshot.rank_state
         if rank == 0:
             job.files[META] = snapshot.meta
@@ -565,12 +567,14 @@ class Engine:
                     log.warning("event=prepare error=%r", error)
                 continue
             save = job.save
-            self._see_staged(job)
             begin = time.perf_counter()
             try:
                 committed = self._persist(job)
             except BaseException as error:
                 self._failures[save.folder] = self.failures(save.folder) + 1
+                if job.staging is not None:
+                    job.staging.cancel()
+                    job.staging.wait(self.timeout)  # the next save has a staging of its own
                 job.release()
                 failure = _as_save_failed(error, save.step, self.ranks.rank)
                 if not save.staged.done():
@@ -580,7 +584,8 @@ class Engine:
             else:
                 self._failures[save.folder] = 0
                 job.release()
-                save.persist = time.perf_counter() - begin
+                now = time.perf_counter()
+                save.persist, save.seconds = now - begin, now - save.began
                 self._finished.put(save)
                 save.committed.set_result(committed)
                 self._map_rest()
@@ -590,22 +595,24 @@ class Engine:
             self._unmapped.populate()
             self._unmapped = None
 
-    def _see_staged(self, job: _Job) -> None:
-        """Wait until the slot holds everything."""
+    def _look_at_staged(self, job: _Job) -> str | None:
+        """Once the slot holds everything: the first parameter that is not finite.
+
+        Raises:
+            SaveFailed: the slot does not hold what it should.
+        """
         staging = job.staging
-        if staging is None:
-            return
-        begin = time.perf_counter()
-        error = staging.wait(self.timeout)
-        job.error = job.error or error
-        job.save.behind = time.perf_counter() - begin
-        job.save.stage += staging.seconds
-        if staging.changed is not None and self.overlaps:
-            self.overlaps = False
-            why = f"{staging.changed} was changed outside of an optimizer's step: all is copied at once from now on"
-            log.warning("event=overlap rank=%d reason=%r", self.ranks.rank, why)
-        if job.error is None:
-            job.error = attempt(lambda: _tell_staged(job.save))
+        if staging is not None:
+            job.error = staging.wait(self.timeout)
+            job.save.stage += staging.seconds
+            if staging.changed is not None and self.overlaps:
+                self.overlaps = False
+                why = f"{staging.changed} was changed outside of an optimizer's step: all is copied at once from now on"
+                log.warning("event=overlap rank=%d reason=%r", self.ranks.rank, why)
+            if job.error is not None:
+                raise job.error
+            _tell_staged(job.save)
+        return first_not_finite(job.parameters)
 
     def _persist(self, job: _Job) -> Committed:
         """Write this rank's files, then see the save through to its verdict."""
@@ -613,6 +620,8 @@ class Engine:
             self._board = self.ranks.board()
         save, rank = job.save, self.ranks.rank
         tier, leads = save.folder.tier, rank in save.folder.leaders
+        if isinstance(tier, LocalTier):  # a client of a store may start threads that its other users share
+            give_way()
         prefix = f"{self.ranks.session}/{save.attempt}"
         verdict = Verdict(self._board, prefix, self.ranks, save.folder.leaders, self.timeout)
         if self._verdict is not None and rank == 0:
@@ -674,12 +683,18 @@ class Engine:
                 tier.remove(name)
 
     def _write(self, job: _Job, partial: str) -> Report:
-        """Write this rank's files, and look at its parameters meanwhile."""
-        tier = job.save.folder.tier
+        """Write this rank's files as they come into being, and look at its parameters meanwhile."""
+        tier, rank = job.save.folder.tier, self.ranks.rank
         with ThreadPoolExecutor(1, "resilience-check") as pool:
-            unsound = pool.submit(first_not_finite, job.parameters)
-            written = [tier.write(partial, file, data, self.ranks.rank) for file, data in job.files.items()]
-            tier.sync(partial)
+            unsound = pool.submit(self._look_at_staged, job)
+            try:
+                written = [
+                    tier.write(partial, file, data, rank, job.ready.get(file, is_there))
+                    for file, data in job.files.items()
+                ]
+                tier.sync(partial)
+            finally:
+                unsound.result()  # what went wrong with the copy says more than what comes of it
         if job.slot is not None:
             job.slot.note(written, job.files)
         points.reach("persist.end")
@@ -738,7 +753,7 @@ class Engine:
         assert folder.keep is not None
         try:
             store.retain(folder.tier, folder.keep, folder.ranking, self.must_stay(folder), up_to=save.sequence)
-        except (OSError, ResilienceError) as error:
+        except Exception as error:  # what comes after it in this thread has to be done all the same
             log.warning("event=retain folder=%s error=%r", folder.tier.where(), error)
 
 

@@ -108,6 +108,10 @@ class Ranks:
         dist.broadcast_object_list(box, src=source, group=self._group)
         return box[0]  # type: ignore[return-value]
 
+    def told(self, compute: Callable[[], T]) -> T | BaseException:
+        """What rank 0 computes, or its exception, on all ranks."""
+        return self.broadcast(attempt(compute) if self.rank == 0 else None)  # type: ignore[return-value]
+
     def gather(self, value: T) -> list[T] | None:
         """Every rank's value, in rank order, on rank 0; None elsewhere."""
         if self.world_size == 1:

@@ -25,6 +25,7 @@ from lightning_resilience import points
 from lightning_resilience.errors import ResilienceError, TierDenied, TierUnavailable
 from lightning_resilience.manifest import EXTENSION, MANIFEST, META, METADATA, PARTIAL, FileEntry, Manifest, digest
 from lightning_resilience.objects import PART, Objects, Patience, Read, Stat, open_objects
+from lightning_resilience.tiers import Ready, is_there
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -246,10 +247,12 @@ class RemoteTier:
         """Never known here."""
         return False
 
-    def write(self, name: str, file: str, data: Buffer, rank: int = 0) -> FileEntry:
-        """Put a file of a checkpoint that is being saved, under the name that it will have."""
+    def write(self, name: str, file: str, data: Buffer, rank: int = 0, ready: Ready = is_there) -> FileEntry:
+        """Put a file of a checkpoint that is being saved, under the name that it will have, once all of it is
+        ``ready``; see ``LocalTier.write``."""
         points.reach("persist.file")
         view = memoryview(data).cast("B")
+        ready(len(view))
         entry = FileEntry(path=file, size=len(view), xxh3_128=digest(view), rank=rank)
         key = f"{_final(name)}/{file}"
         self.patience(lambda: self.objects.put(key, _from_memory(view), entry.size, entry.xxh3_128))

@@ -36,7 +36,7 @@ from typing import Any
 
 from lightning_resilience import store
 from lightning_resilience.engine import Folder
-from lightning_resilience.errors import CheckpointCorrupt, CheckpointNotFound, ResilienceError, TierUnavailable
+from lightning_resilience.errors import CheckpointCorrupt, ResilienceError, TierUnavailable
 from lightning_resilience.manifest import HEALTHY, PARTIAL, FileEntry, Manifest, Outline, outlined
 from lightning_resilience.ranks import Board, Ranks, attempt
 from lightning_resilience.remote import RemoteTier
@@ -83,6 +83,8 @@ class _Known:
     cold: dict[str, Manifest] = field(default_factory=dict)
     since: dict[str, float] = field(default_factory=dict)
     """Since when this process has known of each hot one, by ``save_id``."""
+    left: dict[str, Manifest] = field(default_factory=dict)
+    """What the run went back from, by ``save_id``."""
     taken: frozenset[str] = frozenset()
     """Names in the cold tier under which there is a manifest that cannot be used: not ours to write over."""
 
@@ -100,9 +102,9 @@ class _Known:
                 there.add(manifest.save_id)
         return targets
 
-    def outdated(self) -> dict[str, str]:
-        """What the cold tier still calls healthy, and the folder no longer does: as ``lacking`` gives it."""
-        suspect = {one.save_id: name for name, one in self.hot.items() if one.health != HEALTHY}
+    def outdated(self) -> dict[str, Manifest]:
+        """What the cold tier still calls healthy and is not: what to say of it, by its name there."""
+        suspect = self.left | {one.save_id: one for one in self.hot.values() if one.health != HEALTHY}
         return {
             target: suspect[one.save_id]
             for target, one in self.cold.items()
@@ -205,6 +207,7 @@ class Replicator:
             raise told
         cold = found if ranks.rank == 0 and isinstance(found, dict) else told
         self._has_listed = cold is not None  # None where it does not answer yet
+        self._late: dict[str, Manifest] = {}  # what was listed since then, for the other ranks to know
         self._known.cold = dict(cold or {})
         self._thread = threading.Thread(target=self._run, name="resilience-replicate", daemon=True)
         self._thread.start()
@@ -247,6 +250,12 @@ class Replicator:
             self._has_offer = True
         self._wake.set()
 
+    def leave_behind(self, left: Collection[Manifest]) -> None:
+        """Say that the run went back from these, which are called suspect by now."""
+        with self._lock:
+            self._known.left |= {manifest.save_id: manifest for manifest in left}
+        self._wake.set()
+
     def known_cold(self) -> dict[str, Manifest]:
         """The checkpoints that the cold tier has, by name."""
         with self._lock:
@@ -256,7 +265,8 @@ class Replicator:
         """Names of the checkpoints that the cold tier should have and does not: their hot copy must stay."""
         with self._lock:
             hot, cold, lacking = dict(self._known.hot), self._own(), self._known.lacking()
-            outdated = set(self._known.outdated().values())
+            restated = {manifest.save_id for manifest in self._known.outdated().values()}
+        outdated = {name for name, manifest in hot.items() if manifest.save_id in restated}
         verdicts = judge({**cold, **{target: hot[name] for target, name in lacking.items()}}, self._keep, self._ranking)
         return outdated | {lacking[verdict.name] for verdict in verdicts if verdict.keep and verdict.name in lacking}
 
@@ -371,7 +381,8 @@ class Replicator:
                 self._rest()
                 continue
             number += 1
-            board.put_once(self._key(number), replace(task, manifest=task.manifest.outline()))
+            late, self._late = self._late, {}
+            board.put_once(self._key(number), (replace(task, manifest=task.manifest.outline()), late))
             outcome = self._copy(board, number, task)
             self._take_note(task, outcome)
             removed = self._retain() if isinstance(outcome, Replicated) else []
@@ -405,6 +416,7 @@ class Replicator:
                 return False
             with self._lock:
                 self._known.cold |= found
+            self._late = outlined(found)
             self._has_listed = True
         return True
 
@@ -437,14 +449,13 @@ class Replicator:
         if isinstance(sealed, BaseException):
             return _GaveWay() if self._gave_way(task) else sealed
         now, sent = time.monotonic(), sum(answer.bytes for answer in answers)
-        return Replicated(self.tier.where(task.target), task.manifest, sent, now - begin, now - since)
+        return Replicated(self.tier.where(task.target), sealed, sent, now - begin, now - since)
 
-    def _seal(self, task: _Task, answers: Sequence[_Sent]) -> None:
-        """Make it a checkpoint there, unless nobody had some file to send and none is there from before."""
+    def _seal(self, task: _Task, answers: Sequence[_Sent]) -> Manifest:
+        """Make it a checkpoint there, unless nobody had some file to send and none is there from before; what its
+        manifest says now."""
         if task.restates:
-            with suppress(CheckpointNotFound):
-                store.restate(self.tier, task.target, task.manifest.standing_alone())
-            return
+            return store.suspect(self.tier, task.target, task.manifest) or task.manifest
         unsent = task.manifest.paths.difference(*(answer.paths for answer in answers))
         if unsent:
             there = self.tier.files(task.target)
@@ -453,9 +464,12 @@ class Replicator:
             ):
                 raise _Incomplete(*missing)
         self.tier.seal(task.target, task.manifest)
+        return task.manifest
 
     def _gave_way(self, task: _Task) -> bool:
         """Whether a newer save took the name of a checkpoint while it was being sent, rather than damage."""
+        if task.restates:
+            return False
         found = attempt(lambda: store.read_manifest(self._folder.tier, task.name))
         return isinstance(found, Manifest) and not found.is_same_save(task.manifest)
 
@@ -468,9 +482,12 @@ class Replicator:
         number = 0
         while not self._stop.is_set():
             number += 1
-            task = self._wait(board, self._key(number))
-            if task is None:
+            told = self._wait(board, self._key(number))
+            if told is None:
                 return
+            task, late = told
+            with self._lock:
+                self._known.cold |= late
             self._current = task.name
             board.put_once(self._key(number, self._ranks.rank), self._send_mine(task))
             end = self._wait(board, self._key(number, "end"))
@@ -630,10 +647,14 @@ class Replicator:
         waiting = self._waiting()
         with self._lock:
             tasks = [
-                _Task(name, target, manifest, manifest.save_id not in self._failed, restates)
-                for restates, some in ((False, self._known.lacking()), (True, self._known.outdated()))
-                for target, name in some.items()
+                _Task(name, target, manifest, manifest.save_id not in self._failed)
+                for target, name in self._known.lacking().items()
                 if name in waiting and not self._is_spoiled(manifest := self._known.hot[name])
+            ]
+            tasks += [
+                _Task(target, target, manifest, owners_only=False, restates=True)
+                for target, manifest in self._known.outdated().items()
+                if not self._is_spoiled(manifest)
             ]
         return min(
             tasks, key=lambda task: (self._failed.get(task.manifest.save_id, 0), task.manifest.order), default=None
@@ -642,8 +663,8 @@ class Replicator:
     def _as_it_is(self, task: _Task | None) -> _Task | None:
         """The task for the save that has the name now, where a newer one took it that the training thread has not told
         of yet; None where that is there already."""
-        if task is None:
-            return None
+        if task is None or task.restates:
+            return task
         found = attempt(lambda: store.read_manifest(self._folder.tier, task.name))
         if not isinstance(found, Manifest) or found.is_same_save(task.manifest):
             return task

@@ -99,7 +99,9 @@ class Session:
         """The places that callbacks have, by their folder and by the URL behind it."""
         self.storage_options: list[dict[str, Any]] = []
         """What callbacks were given for their URLs."""
-        self._on_unrestorable = "raise"
+        self._shared: dict[str, Any] = {}
+        """Arguments of callbacks that have to be the same for all of them."""
+        self._starts_over = True
         self.max_attempts = math.inf
         self._attempts: Attempts | None = None
         self._scratches: dict[LocalTier, tuple[Scratch, bool]] = {}
@@ -123,16 +125,28 @@ class Session:
         signals: Collection[int] = (),
         grace: float = math.inf,
         max_attempts: float = math.inf,
-        **kwargs: Any,
+        memory: Any = "auto",
+        timeout: float = 1800.0,
     ) -> Session:
-        """The Trainer's session, opened for its first user; see ``ResilientCheckpoint`` for the arguments."""
+        """The Trainer's session, opened for its first user; see ``ResilientCheckpoint`` for the arguments.
+
+        Raises:
+            SetupError: two callbacks want what there is one of for both to be different.
+        """
         session = _sessions.get(id(trainer))
         if session is None:
-            session = _sessions[id(trainer)] = cls(trainer, **kwargs)
+            session = _sessions[id(trainer)] = cls(trainer, memory=memory, timeout=timeout)
+            session._shared = {"memory": memory, "save_timeout": timeout}
+        for argument, value in (("memory", memory), ("save_timeout", timeout)):
+            if (other := session._shared[argument]) != value:
+                raise SetupError(
+                    f"Two checkpoint callbacks of one Trainer have {argument}={other!r} and {argument}={value!r}.",
+                    hint=f"They share it: give both the same {argument}=.",
+                )
         session._users += 1
         session.resumption.exact_data &= exact_data
         session.resumption.restores_optimizers &= restore_optimizers
-        session._on_unrestorable = on_unrestorable
+        session._starts_over &= on_unrestorable == "fresh"
         session.max_attempts = min(session.max_attempts, max_attempts)
         session.preemption.signals.update(signals)
         session.preemption.grace = min(session.preemption.grace, grace)
@@ -593,7 +607,7 @@ class Session:
             place = self.place(RemoteTier(root, options))
         cold = place.cold
         assert cold is not None
-        found = self.ranks.broadcast(attempt(lambda: store.read_manifest(cold, name)) if self.ranks.rank == 0 else None)
+        found = self.ranks.told(lambda: store.read_manifest(cold, name))
         if isinstance(found, Manifest):
             tier = place.tier
             here = attempt(lambda: store.read_manifest(tier, name))
@@ -603,10 +617,10 @@ class Session:
             copies = {name: found}
             return make_whole(self.ranks, place, name, save=found.save_id, copies=copies, needs=self.resumption.needs)
         if isinstance(found, (CheckpointNotFound, CheckpointUncommitted)):
-            stat = self.ranks.broadcast(attempt(lambda: cold.patience(lambda: cold.objects.stat(name))))
+            stat = self.ranks.told(lambda: cold.patience(lambda: cold.objects.stat(name)))
             if isinstance(stat, Stat):
                 return url
-            hint = self.ranks.broadcast(attempt(lambda: store.available(cold)) if self.ranks.rank == 0 else None)
+            hint = self.ranks.told(lambda: store.available(cold))
             raise type(found)(found.message, hint=hint if isinstance(hint, str) else "")
         assert isinstance(found, BaseException)
         raise found
@@ -630,7 +644,10 @@ class Session:
         if tried:
             raise crash_loop([place.tier for place in places], tried)
         if not search.skipped:
-            if (stock := self.ranks.broadcast(store.newest_stock(places[0].tier) if places else None)) is not None:
+            stock = self.ranks.told(lambda: store.newest_stock(places[0].tier) if places else None)
+            if isinstance(stock, BaseException):
+                raise stock
+            if stock is not None:
                 rank_zero_warn(
                     f"There is no checkpoint of ResilientCheckpoint yet; resuming {stock}, of stock Lightning."
                 )
@@ -640,7 +657,7 @@ class Session:
                 log.info("event=start step=0 reason='no checkpoint yet in %s'", where)
             return None
         message = f"There are checkpoints, but none can be resumed from: {search.explain()}."
-        if self._on_unrestorable == "fresh":
+        if self._starts_over:
             rank_zero_warn(f"{message} Starting over from step 0, because on_unrestorable='fresh'.")
             return None
         raise CheckpointCorrupt(
@@ -707,11 +724,7 @@ class Session:
             return
         for name, manifest in left.items():
             try:
-                there = store.read_manifest(folder.tier, name)  # labels may have changed
-                if there.is_same_save(manifest):
-                    store.restate(folder.tier, name, there.suspected(manifest.extra["suspicion"]))
-            except CheckpointNotFound:
-                continue
+                store.suspect(folder.tier, name, manifest)
             except (OSError, ResilienceError) as error:
                 log.warning("event=rollback name=%s outcome='it is still called healthy' error=%r", name, error)
 

@@ -125,7 +125,7 @@ class Slot:
         for begin, end in ((0, self.layout.common), (self.layout.common, self.layout.size)):  # a file each
             if begin == end:
                 continue
-            address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr() + begin
+            address = self.address + begin
             if error := int(_cuda_runtime().cudaHostRegister(address, end - begin, 0)):
                 log.warning(
                     "event=memory reason='the slot cannot be locked for CUDA (error %d): copies are slower'", error
@@ -152,6 +152,11 @@ class Slot:
                 count = min(_MAP_AT_ONCE, len(self._memory) - start)
                 self._memory.madvise(_MADV_POPULATE_WRITE, start, count)
         self.lay_out()
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        return torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
 
     def view(self) -> memoryview:
         """The whole file."""

@@ -101,6 +101,9 @@ class Lane(Protocol):
     def settle(self) -> None:
         """On the thread of the copy: return when the targets hold everything."""
 
+    def await_below(self, address: int) -> None:
+        """On a thread that reads targets: return when those below an address hold everything, or never will."""
+
     def cancel(self) -> None:
         """Do not go on."""
 
@@ -110,8 +113,9 @@ class HostLane:
 
     def __init__(self, now: Copies, later: Copies) -> None:
         copy_at_once(now)
-        self._targets, self._sources = later.targets, later.sources
-        self._next = self._offset = self._under_way = 0
+        self._targets, self._sources = later.targets, later.sources  # from low addresses to high
+        self._next = self._offset = self._taken = 0
+        self._under_way: dict[int, int] = {}  # where pieces begin, by number
         self._error: BaseException | None = None
         self._changed = threading.Condition()
 
@@ -123,25 +127,32 @@ class HostLane:
 
     @torch.no_grad()
     def help(self) -> None:
-        while (piece := self._take()) is not None:
+        while (taken := self._take()) is not None:
+            number, copy = taken
             try:
                 points.reach("stage.piece")
-                piece()
+                copy()
             except BaseException as error:
                 self._error = error
                 self.cancel()
             finally:
                 with self._changed:
-                    self._under_way -= 1
+                    del self._under_way[number]
                     self._changed.notify_all()
 
-    def _take(self) -> Callable[[], object] | None:
+    def _take(self) -> tuple[int, Callable[[], object]] | None:
         with self._changed:
             if self._next >= len(self._sources):
                 return None
-            self._under_way += 1
+            self._taken += 1
+            self._under_way[self._taken] = self._front
             source, target = self._sources[self._next], self._targets[self._next]
-            return self._part_of(source, target) if _is_large(source) else self._several()
+            return self._taken, self._part_of(source, target) if _is_large(source) else self._several()
+
+    @property
+    def _front(self) -> int:
+        """Where the next piece begins."""
+        return self._targets[self._next].data_ptr() + self._offset
 
     def _part_of(self, source: Tensor, target: Tensor) -> Callable[[], object]:
         if not (source.is_contiguous() and source.dtype == target.dtype):
@@ -166,9 +177,18 @@ class HostLane:
     def settle(self) -> None:
         pass
 
+    def await_below(self, address: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._reaches(address))
+
+    def _reaches(self, address: int) -> bool:
+        all_taken = self._next >= len(self._sources)
+        return all(begin >= address for begin in self._under_way.values()) and (all_taken or self._front >= address)
+
     def cancel(self) -> None:
         with self._changed:
             self._next = len(self._sources)
+            self._changed.notify_all()
 
 
 def _is_large(tensor: Tensor) -> bool:
@@ -188,18 +208,22 @@ class CudaLane:
         self._stream = copy_stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._on_its_way = threading.Event()
 
     @torch.no_grad()
     def run(self) -> None:
         targets, sources = self._later.targets, self._later.sources
-        with torch.cuda.stream(self._stream):
-            for begin in range(0, len(sources), MANY):
-                if self._cancelled:
-                    break
-                points.reach("stage.piece")
-                several = slice(begin, begin + MANY)
-                torch._foreach_copy_(targets[several], sources[several], non_blocking=True)
-            self._copied.record(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                for begin in range(0, len(sources), MANY):
+                    if self._cancelled:
+                        break
+                    points.reach("stage.piece")
+                    several = slice(begin, begin + MANY)
+                    torch._foreach_copy_(targets[several], sources[several], non_blocking=True)
+                self._copied.record(self._stream)
+        finally:
+            self._on_its_way.set()
 
     def help(self) -> None:
         pass
@@ -208,6 +232,10 @@ class CudaLane:
         torch.cuda.current_stream(self._device).wait_event(self._copied)
 
     def settle(self) -> None:
+        self._copied.synchronize()
+
+    def await_below(self, address: int) -> None:
+        self._on_its_way.wait()
         self._copied.synchronize()
 
     def cancel(self) -> None:
@@ -314,6 +342,21 @@ class Staging:
             self.cancel()
             return SaveFailed(f"The state was not copied within {seconds:.0f} s.", stage="stage")
         return self.error
+
+    def await_below(self, offset: int, base: int = 0) -> None:
+        """Block until the targets below an address hold everything.
+
+        Args:
+            offset: bytes from ``base`` to that address.
+            base: an address.
+
+        Raises:
+            SaveFailed: they never will.
+        """
+        for lane in list(self._lanes):  # they are dropped once all is copied
+            lane.await_below(base + offset)
+        if self._cancelled or self.error is not None:
+            raise SaveFailed("The copy of the state was given up.", stage="stage") from self.error
 
     def cancel(self) -> None:
         """Do not go on with it."""

@@ -91,14 +91,19 @@ class Standings:
     def go_back(self, good: Manifest) -> dict[str, Manifest]:
         """The run goes on from ``good``: what was committed since is suspect from now on; those, by name."""
         self.off_since = None
-        why = f"the run went back from it to step {good.step}"
-        left = {
-            name: manifest.suspected(why)
-            for name, manifest in self.committed.items()
-            if manifest.order > good.order and manifest.health == HEALTHY
-        }
+        left = left_behind(self.committed, good)
         self.committed |= left
         return left
+
+
+def left_behind(committed: Mapping[str, Manifest], good: Manifest) -> dict[str, Manifest]:
+    """What a run leaves behind that goes back to ``good``, called suspect."""
+    why = f"the run went back from it to step {good.step}"
+    return {
+        name: manifest.suspected(why)
+        for name, manifest in committed.items()
+        if manifest.run == good.run and manifest.order > good.order and manifest.health == HEALTHY
+    }
 
 
 def best_first(committed: dict[str, Manifest], ranking: Ranking | None) -> list[str]:

@@ -261,6 +261,20 @@ def restate(tier: RestatableTier, name: str, manifest: Manifest) -> None:
         raise CheckpointNotFound(f"{tier.where(name)!r} was removed just now.")
 
 
+def suspect(tier: RestatableTier, name: str, manifest: Manifest) -> Manifest | None:
+    """Call a save suspect, as ``manifest`` does, whatever else was said of it meanwhile; None where it is not there
+    any more."""
+    try:
+        there = read_manifest(tier, name)
+        if not there.is_same_save(manifest):
+            return None
+        told = there.suspected(manifest.extra["suspicion"])
+        restate(tier, name, told)
+        return told
+    except CheckpointNotFound:
+        return None
+
+
 def is_pinned(tier: Tier, name: str) -> bool:
     """Whether there is a checkpoint of that name that no rule may remove."""
     try:

@@ -15,10 +15,10 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias
 
 import xxhash
 
@@ -46,6 +46,15 @@ ALIGNED = 4096
 """Bytes that direct I/O takes a multiple of."""
 HASH_BLOCK = 256 * 2**10
 """Bytes read and hashed at a time, few enough to stay in the processor's cache."""
+
+
+Ready: TypeAlias = Callable[[int], object]
+"""Asked, with a number of bytes, before so many of what is to be written are read: returns when they are there, and
+raises if they never will be."""
+
+
+def is_there(size: int) -> None:
+    """``Ready``, where nothing is missing."""
 
 
 class Tier(Protocol):
@@ -104,8 +113,8 @@ class WritableTier(RestatableTier, Protocol):
     def is_held(self, name: str) -> bool:
         """Whether a living process is writing ``name``."""
 
-    def write(self, name: str, file: str, data: Buffer, rank: int = 0) -> FileEntry:
-        """Write a new file; on return it is whole and lasts."""
+    def write(self, name: str, file: str, data: Buffer, rank: int = 0, ready: Ready = is_there) -> FileEntry:
+        """Write a new file, of which ``ready`` tells how much is there; on return it is whole and lasts."""
 
     def sync(self, name: str = "") -> None:
         """Make the names of the files last."""
@@ -255,8 +264,15 @@ class LocalTier:
             os.close(fd)
         return False
 
-    def write(self, name: str, file: str, data: Buffer, rank: int = 0) -> FileEntry:
+    def write(self, name: str, file: str, data: Buffer, rank: int = 0, ready: Ready = is_there) -> FileEntry:
         """Write ``data`` as a new file; on return it is whole and survives power loss.
+
+        Args:
+            name: the folder.
+            file: name of the file.
+            data: its content.
+            rank: who writes it, for the manifest.
+            ready: tells how much of ``data`` is there; asked by several threads.
 
         Returns:
             What the manifest says of it: size and digest of the bytes that were handed to the disk.
@@ -266,8 +282,8 @@ class LocalTier:
         path = self.path(name, file)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
-            with _Hashing(view) as hashing:
-                _write_file(fd, view)
+            with _Hashing(view, ready) as hashing:
+                _write_file(fd, view, ready)
                 os.fsync(fd)
         finally:
             os.close(fd)
@@ -427,8 +443,9 @@ def _make_durably(folder: Path) -> None:
 class _Hashing:
     """xxh3_128 of ``view``, computed while it is being written."""
 
-    def __init__(self, view: memoryview) -> None:
+    def __init__(self, view: memoryview, ready: Ready) -> None:
         self._view = view
+        self._ready = ready
         self.digest = ""
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="resilience-hash", daemon=True)
@@ -437,7 +454,9 @@ class _Hashing:
         try:
             state = xxhash.xxh3_128()
             for start in range(0, len(self._view), BLOCK):
-                state.update(self._view[start : start + BLOCK])
+                block = self._view[start : start + BLOCK]
+                self._ready(start + len(block))
+                state.update(block)
             self.digest = state.hexdigest()
         except BaseException as error:
             self._error = error
@@ -456,11 +475,12 @@ class _Hashing:
             raise self._error
 
 
-def _write_file(fd: int, view: memoryview) -> None:
+def _write_file(fd: int, view: memoryview, ready: Ready) -> None:
     """Write a large file past the page cache where the file system takes it, and otherwise through it."""
     direct = len(view) >= BLOCK and _bypass_cache(fd, True)
     for start in range(0, len(view), BLOCK):
         block = view[start : start + BLOCK]
+        ready(start + len(block))
         if direct and len(block) % ALIGNED:
             direct = _bypass_cache(fd, False)  # the tail
         try:

@@ -159,7 +159,7 @@ class Watch:
             self._ledger.commit(now.seconds, now.step, save.stall, seconds)
         at_risk = (now.seconds - self._safe.seconds, now.step - self._safe.step)
         self._safe = Progress(save.step, now.seconds - seconds)
-        self._useful.saved(manifest.order, now.seconds - save.persist, save.stall)
+        self._useful.saved(manifest.order, now.seconds - seconds, save.stall)
         return self.telemetry.of_commit(cost, healthy, time.time(), at_risk)
 
     def replicated(self, seconds: float, sent: int, lag: float, backlog: int) -> dict[str, float]:
@@ -212,10 +212,10 @@ class Useful:
         self._began = began  # moved on by what was not useful
         self._until: deque[tuple[tuple[int, int], float]] = deque(maxlen=REMEMBERED)
 
-    def saved(self, order: tuple[int, int], staged: float, stall: float) -> None:
-        """A checkpoint has what was done until it was ``staged``, for which training stood still for ``stall`` s."""
+    def saved(self, order: tuple[int, int], began: float, stall: float) -> None:
+        """A checkpoint has what was done until its save ``began``, for which training stood still for ``stall`` s."""
+        self._until.append((order, max(began - self._began, 0.0)))
         self._began += stall
-        self._until.append((order, max(staged - self._began, 0.0)))
 
     def back_to(self, order: tuple[int, int], now: float) -> float:
         """How much came to nothing because the run goes on from that checkpoint, or from one of an earlier life."""

@@ -310,6 +310,28 @@ def test_cold_tier_that_stands_still_delays_nothing_and_loses_nothing(
     assert steps(cold(tmp_path)) == [12, 14, 16]
 
 
+def test_end_of_a_fit_gives_up_nothing_that_is_still_on_its_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, done = FsspecObjects.put, []
+    Blocked.release.clear()
+
+    def ends_after_one(self: FsspecObjects, key: str, *args: Any) -> None:
+        if not key.startswith(".probe"):
+            Blocked.release.wait(60)
+            if done:
+                raise TierUnavailable("the bucket is down")
+            done.extend([key] if key.endswith(MANIFEST) else [])
+        put(self, key, *args)
+
+    monkeypatch.setattr(FsspecObjects, "put", ends_after_one)
+    monkeypatch.setattr("lightning_resilience.replication.GIVE_UP", 0.1)
+    monkeypatch.setattr("lightning_resilience.objects.Patience.pause", lambda self, seconds: False)
+    fit(tmp_path, last=16, keep=Keep(last=1), remote_keep=Keep(last=4), callback=Blocked)
+    assert len(cold(tmp_path)) == 1
+    assert {10, 12, 14, 16} <= {*steps(cold(tmp_path)), *(one.step for one in committed(tmp_path / "hot"))}
+
+
 # -- kills ------------------------------------------------------------------------------------------------------------
 
 
@@ -609,6 +631,31 @@ def test_two_callbacks_with_one_place_are_refused(tmp_path: Path, second: dict[s
     callbacks = ResilientCheckpoint(tmp_path / "a", remote=url(tmp_path)), ResilientCheckpoint(**given, filename="b")
     with pytest.raises(SetupError, match="Two checkpoint callbacks save to"):
         make_trainer(tmp_path, *callbacks).fit(TinyModel(), data())
+
+
+@pytest.mark.parametrize(
+    ("argument", "values"), [("memory", ("auto", False)), ("save_timeout", (60.0, 90.0))], ids=["memory", "timeout"]
+)
+def test_two_callbacks_that_want_what_they_share_to_be_different_are_refused(
+    tmp_path: Path, argument: str, values: tuple[Any, Any]
+) -> None:
+    callbacks = [ResilientCheckpoint(tmp_path / str(i), **{argument: values[i]}, filename=str(i)) for i in (0, 1)]
+    with pytest.raises(SetupError, match=f"{argument}={values[0]!r} and {argument}={values[1]!r}"):
+        make_trainer(tmp_path, *callbacks).fit(TinyModel(), data())
+
+
+@pytest.mark.parametrize("order", [("raise", "fresh"), ("fresh", "raise")])
+def test_run_starts_over_only_where_all_callbacks_say_so(tmp_path: Path, order: tuple[str, str]) -> None:
+    fit(tmp_path)
+    for manifest in (tmp_path / "hot").glob(f"*/{MANIFEST}"):
+        manifest.write_text("{")
+    shutil.rmtree(tmp_path / "cold")
+    other, mine = (
+        ResilientCheckpoint(tmp_path / where, on_unrestorable=wish, filename=where)
+        for where, wish in zip(("other", "hot"), order, strict=True)
+    )
+    with pytest.raises(CheckpointCorrupt, match="none can be resumed from"):
+        make_trainer(tmp_path, other, mine).fit(TinyModel(), data(), ckpt_path="last")
 
 
 def test_what_another_run_has_in_the_cold_tier_stays_and_takes_no_room(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers.logger import Logger
 
 from forks import run_forks
-from lightning_resilience import Diverged, EverySteps, Keep, ResilientCheckpoint, Rollback, store
+from lightning_resilience import Diverged, EverySteps, Keep, ResilientCheckpoint, Rollback, housekeeping, store
 from lightning_resilience.manifest import LAST_GOOD, Manifest
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.tiers import LocalTier
@@ -183,6 +183,36 @@ def test_cold_tier_hears_of_what_the_run_went_back_from(tmp_path: Path) -> None:
     assert {one.save_id for one in cold.values() if one.health == "suspect"} == suspect
     assert suspect
     assert all(store.verify(RemoteTier(f"file://{tmp_path}/cold"), name, one) == [] for name, one in cold.items())
+
+
+def test_cold_tier_alone_has_what_the_run_went_back_from_and_what_was_said_of_it_there(tmp_path: Path) -> None:
+    cold = RemoteTier(f"file://{tmp_path}/cold")
+
+    class Pins(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+            if trainer.global_step == 165:
+                until = time.monotonic() + 60
+                while (manifest := store.list_checkpoints(cold).committed.get("epoch=0-step=160.ckpt")) is None:
+                    assert time.monotonic() < until
+                    time.sleep(0.01)
+                housekeeping.label(cold, "epoch=0-step=160.ckpt", manifest, pinned=True)
+
+    callback = ResilientCheckpoint(
+        tmp_path / "run",
+        schedule=EverySteps(10),
+        keep=Keep(last=1),
+        remote=cold.where(),
+        remote_keep=Keep(last=-1),
+        rollback=Rollback(patience=20),
+    )
+    make_trainer(tmp_path, callback, settle(), Pins(), max_steps=190).fit(Poisoned(155, heals=True), numbered(1200))
+    assert "epoch=0-step=160.ckpt" not in store.list_checkpoints(LocalTier(tmp_path / "run")).committed
+    there = store.list_checkpoints(cold).committed
+    good = there["epoch=0-step=150.ckpt"]
+    left = {name: one for name, one in there.items() if good.order < one.order and one.step > 150 and "-v" not in name}
+    back = next(one for one in there.values() if LAST_GOOD in one.labels)
+    assert {one.health for one in left.values() if one.order < back.order} == {"suspect"}
+    assert "pinned" in there["epoch=0-step=160.ckpt"].labels
 
 
 def test_what_is_saved_on_going_back_is_tried_again_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,11 +35,11 @@ def test_training_that_the_run_was_taken_back_from_is_not_useful() -> None:
 
 def test_what_came_to_nothing_is_what_was_done_since_the_checkpoint_that_a_run_goes_back_to() -> None:
     useful = Useful(began=100.0)
-    useful.saved((1, 10), staged=111.0, stall=1.0)  # 10 s done
-    useful.saved((2, 20), staged=122.0, stall=1.0)  # 20 s done
-    useful.saved((3, 30), staged=133.0, stall=1.0)  # 30 s done
+    useful.saved((1, 10), began=110.0, stall=1.0)  # 10 s done
+    useful.saved((2, 20), began=121.0, stall=1.0)  # 20 s done
+    useful.saved((3, 30), began=132.0, stall=1.0)  # 30 s done
     assert useful.back_to((2, 20), now=135.0) == pytest.approx(12.0)  # 32 s done, 20 s kept
-    useful.saved((4, 25), staged=140.0, stall=0.0)  # 5 s since: 25 s done
+    useful.saved((4, 25), began=140.0, stall=0.0)  # 5 s since: 25 s done
     assert useful.back_to((4, 25), now=141.0) == pytest.approx(1.0)
     assert useful.back_to((0, 5), now=143.0) == pytest.approx(27.0)  # to an earlier life: all of this one
 

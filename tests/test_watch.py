@@ -67,7 +67,7 @@ class Costs(ResilientCheckpoint):
         if original is not None and not hasattr(self._watch, "_told"):
 
             def told(save: Any, now: Progress) -> None:
-                save.stall, save.persist = self.STALL, self.SECONDS - self.STALL
+                save.stall, save.seconds = self.STALL, self.SECONDS
                 original(save, now)
 
             self._watch.committed, self._watch._told = told, True

@@ -102,6 +102,8 @@ class _Measurement:
             folder.mkdir()
         dist.barrier()
         route = ROUTES[name](folder, self.state)
+        if route.preparation is not None:
+            samples["preparation"].append(route.preparation)
         try:
             self._measure_open_route(route, samples, memory, check)
         except BaseException:

@@ -34,6 +34,8 @@ class Route(ABC):
 
     background = True
     """Whether anything of a save is left to do when ``save`` returns."""
+    preparation: float | None = None
+    """Seconds that the training thread spends before the first save, where it does."""
 
     def __init__(self, folder: Path, state: TrainingState) -> None:
         self.folder = folder
@@ -102,7 +104,9 @@ class LightningResilience(Route):
         self.place = Place.shared(self.ranks, LocalTier(folder))
         self.current: Any = None
         self.source: Any = None
+        begin = time.perf_counter()
         self.engine.prepare(self.capture)  # as the callback does after the first step
+        self.preparation = time.perf_counter() - begin
         time.sleep(PREPARING)
 
     def capture(self) -> Any:
