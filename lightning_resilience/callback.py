@@ -61,11 +61,11 @@ from lightning_resilience.ledger import EXCEPTION, INTERRUPTED, PREEMPTED
 from lightning_resilience.manifest import HEALTHY, LAST_GOOD, Manifest
 from lightning_resilience.objects import shown
 from lightning_resilience.peers import Peers
+from lightning_resilience.places import Source
 from lightning_resilience.preemption import Preempted, check_signals, name_of
 from lightning_resilience.ranks import raise_first
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.replication import Replicated, Replicator
-from lightning_resilience.resume import Source
 from lightning_resilience.retention import Keep, Ranking
 from lightning_resilience.schedule import Progress, Schedule
 from lightning_resilience.session import Session, log_save, manifests_in

@@ -20,9 +20,9 @@ from lightning_resilience.doorway import Doorway
 from lightning_resilience.engine import Engine
 from lightning_resilience.errors import CheckpointIncompatible
 from lightning_resilience.manifest import META, WEIGHTS_ONLY, Manifest, rank_file
+from lightning_resilience.places import Source
 from lightning_resilience.ranks import Ranks, raise_first
 from lightning_resilience.reader import CheckpointReader, canonical, load_trusted
-from lightning_resilience.resume import Source
 from lightning_resilience.strategies import Family, edits_loaded_state
 
 

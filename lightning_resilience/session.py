@@ -35,14 +35,16 @@ from lightning_resilience.errors import (
     SaveFailed,
     SetupError,
 )
+from lightning_resilience.heal import make_whole
 from lightning_resilience.manifest import MANIFEST, PINNED, WEIGHTS_ONLY, Manifest, newest_first, outlined
 from lightning_resilience.memory import MemoryTier
 from lightning_resilience.objects import Stat, shown
+from lightning_resilience.places import Place, Source
 from lightning_resilience.preemption import Preempted, Preemption, slurm_end
 from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.reader import canonical
 from lightning_resilience.remote import RemoteTier
-from lightning_resilience.resume import Place, Source, find_last, open_explicit, open_with_copies, verify_together
+from lightning_resilience.resume import find_last, open_explicit, open_with_copies
 from lightning_resilience.resumption import Resumption
 from lightning_resilience.scratch import Scratch
 from lightning_resilience.shards import PLAIN
@@ -619,9 +621,7 @@ class Session:
             if self.ranks.any_max(is_another)[0]:
                 place = Place(*self._scratch(), cold, self.memory, passing=True)
             copies = {name: found}
-            return verify_together(
-                self.ranks, place, name, save=found.save_id, copies=copies, needs=self.resumption.needs
-            )
+            return make_whole(self.ranks, place, name, save=found.save_id, copies=copies, needs=self.resumption.needs)
         if isinstance(found, (CheckpointNotFound, CheckpointUncommitted)):
             stat = self.ranks.told(lambda: cold.patience(lambda: cold.objects.stat(name)))
             if isinstance(stat, Stat):
@@ -715,9 +715,7 @@ class Session:
         place = self.places.get(tier.where()) or self.place(tier)
         save = next((manifest.save_id for manifest in copies.values()), None)
         try:
-            source = verify_together(
-                self.ranks, place, name, save=save, copies=copies or None, needs=self.resumption.needs
-            )
+            source = make_whole(self.ranks, place, name, save=save, copies=copies or None, needs=self.resumption.needs)
         except CheckpointCorrupt:
             healed = open_with_copies(self.ranks, place, name, self.resumption.needs)
             if healed is None:
