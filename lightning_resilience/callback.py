@@ -61,23 +61,27 @@ from lightning_resilience.ledger import EXCEPTION, INTERRUPTED, PREEMPTED
 from lightning_resilience.manifest import HEALTHY, LAST_GOOD, Manifest
 from lightning_resilience.objects import shown
 from lightning_resilience.peers import Peers
+from lightning_resilience.places import Source
 from lightning_resilience.preemption import Preempted, check_signals, name_of
 from lightning_resilience.ranks import raise_first
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.replication import Replicated, Replicator
-from lightning_resilience.resume import Source
 from lightning_resilience.retention import Keep, Ranking
 from lightning_resilience.schedule import Progress, Schedule
 from lightning_resilience.session import Session, log_save, manifests_in
-from lightning_resilience.standings import Standings, best_first, left_behind
+from lightning_resilience.standings import Standings, best_first
 from lightning_resilience.store import list_checkpoints
 from lightning_resilience.tiers import LocalTier, local_path
+from lightning_resilience.trainer_state import step_of
 from lightning_resilience.watch import END_OF_TRAINING, Watch
 
 log = logging.getLogger("lightning_resilience")
 
 DRAIN_AFTER_EXCEPTION = 10.0
 """Seconds that a save under way and the copies on their way get, together, when training ends with an exception."""
+
+BLIND = 100
+"""Batches in a row without a loss after which it is said that there is none."""
 
 _LOOK = "Look at the data and the learning rate; checkpoints are kept."
 
@@ -480,6 +484,8 @@ class ResilientCheckpoint(ModelCheckpoint):
         self._session.went_back.append(self._go_on_from)
         self._started = self._now(trainer)
         self._begin_watch(self._session)
+        begun, engine = self._session.resumption.resumed, self._session.engine
+        self._standings.begin(engine.run, begun.manifest if begun is not None else None, engine.sequence)
         if self._replicator is not None:
             self._replicator.offer(self._standings.committed, self._in_use())
         if self._session.resumption.resumed is not None:
@@ -597,7 +603,14 @@ class ResilientCheckpoint(ModelCheckpoint):
     def _has_diverged(self) -> bool:
         """Whether rank 0 wants the run to go back."""
         assert self._watch is not None
-        return self.rollback is not None and self._watch.course.off_for >= self.rollback.patience
+        if self.rollback is None:
+            return False
+        if self._watch.unseen == BLIND:
+            rank_zero_warn(
+                f"rollback= has nothing to go by: no loss was seen in the last {BLIND} batches. Return it from"
+                f" training_step, as a tensor or in a dict under {self.loss_key!r} (loss_key=)."
+            )
+        return self._watch.course.off_for >= self.rollback.patience
 
     def _roll_back(self, trainer: Trainer, agreement: Agreement) -> None:
         """Take the run back to before the loss left its course, leave batches out, and save that.  Collective.
@@ -631,7 +644,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         window = trainer.accumulate_grad_batches  # gradients of half a window would be a smaller step
         self._to_skip = session.skip_batches(math.ceil(rule.skip_batches / window) * window)
         # Before training goes on: a crash must lead to what comes after it, with the count of times.
-        self._save_and_wait(trainer, f"rolled back to {source.name}", label=LAST_GOOD)
+        self._save_and_wait(trainer, f"rolled back to {source.name}", of=source.manifest)
 
     def _load_last_good(self, session: Session, folder: Folder, where: str) -> Source:
         """Load the last good checkpoint, or where that is damaged the one before it.  Collective.
@@ -641,14 +654,16 @@ class ResilientCheckpoint(ModelCheckpoint):
         """
         useless: set[str] = set()
         while True:
-            found: tuple[str, Manifest, dict[str, Manifest]] | None
+            found: tuple[str, Manifest, dict[str, Manifest] | None] | None
             found = session.ranks.broadcast(self._find_last_good(useless))
             if found is None:
                 whole = " that is whole" if useless else ""
                 raise Diverged(f"{where}, and there is no checkpoint from before that{whole}.", hint=_LOOK)
             name, manifest, copies = found
+            begun = session.resumption.resumed
+            tier = begun.tier if begun is not None and copies is None else folder.tier
             try:
-                source = session.roll_back(folder, name, copies)
+                source = session.roll_back(tier, name, copies or {})
             except CheckpointIncompatible as error:
                 raise Diverged(
                     f"{where}, and the last good checkpoint, {name}, does not fit what is trained now: {error.message}",
@@ -658,19 +673,27 @@ class ResilientCheckpoint(ModelCheckpoint):
                 rank_zero_warn(f"The run cannot go back to {name}: {error}")
                 useless.add(manifest.save_id)
                 continue
-            self._standings.add(source.name, manifest)
+            if tier is folder.tier:
+                self._standings.add(source.name, manifest)
             return source
 
-    def _find_last_good(self, useless: Collection[str]) -> tuple[str, Manifest, dict[str, Manifest]] | None:
-        """Name and manifest of the last good checkpoint, and its copies where only the cold tier has it."""
+    def _find_last_good(self, useless: Collection[str]) -> tuple[str, Manifest, dict[str, Manifest] | None] | None:
+        """Name and manifest of the last good checkpoint, and its copies where only the cold tier has it; None for those
+        where it is what the run was resumed from, in another folder."""
         assert self._folder is not None
+        assert self._session is not None
         here = {name: one for name, one in self._standings.committed.items() if one.save_id not in useless}
         known = {*useless} | {one.save_id for one in here.values()}
         cold = self._replicator.known_cold() if self._replicator is not None else {}
         there = {name: one for name, one in cold.items() if one.save_id not in known}
         found = [(some, name) for some in (here, there) if (name := self._standings.last_good_of(some)) is not None]
         if not found:
-            return None
+            begun = self._session.resumption.resumed
+            if begun is None or begun.manifest is None or begun.manifest.save_id in known:
+                return None
+            # Loggers give each start a folder of its own, so what this one was resumed from may be in another.
+            is_good = self._standings.last_good_of({begun.name: begun.manifest}) is not None
+            return (begun.name, begun.manifest, None) if is_good and begun.tier.exists(begun.name) else None
         some, name = max(found, key=lambda one: one[0][one[1]].order)
         is_far = some is there or isinstance(self._folder.tier, RemoteTier)
         return name, some[name], {name: some[name]} if is_far else {}
@@ -681,6 +704,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         assert session is not None
         assert folder is not None
         trainer = session.trainer
+        self._hear(trainer)  # what was under way has ended, and is left behind too
         self._saved_at = None
         self._started = self._now(trainer)
         if self._watch is not None:
@@ -688,9 +712,9 @@ class ResilientCheckpoint(ModelCheckpoint):
         if self._agreement is not None:
             self._agreement.close()  # what is being asked is of before
             self._agreement.diverged = False
-        session.leave_behind(folder, self._standings.go_back(good))
+        session.leave_behind(folder, self._standings.go_back(good), self._standings.newest)
         if self._replicator is not None:
-            self._replicator.leave_behind(left_behind(self._replicator.known_cold(), good).values())
+            self._replicator.leave_behind(self._standings.left_behind(self._replicator.known_cold(), good).values())
             self._replicator.offer(self._standings.committed, self._in_use())
         self._update_best()
 
@@ -703,7 +727,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         epoch: int,
         *,
         settled: bool = True,
-        label: str | None = None,
+        of: Manifest | None = None,
         overlap: bool = False,
     ) -> Save | None:
         """Start a save of this step, unless it is saved already or one is under way.  Collective.
@@ -713,14 +737,14 @@ class ResilientCheckpoint(ModelCheckpoint):
             reason: why.
             epoch: the epoch that the last batch belonged to.
             settled: whether Lightning is between two batches, rather than anywhere.
-            label: for the manifest.
+            of: the checkpoint that the run was just taken back to, if it was.
             overlap: whether a forward and a backward pass follow, and copying may go on meanwhile.
         """
         session, folder, watch = self._session, self._folder, self._watch
         assert session is not None
         assert folder is not None
         assert watch is not None
-        watch.look_at_all(self._now(trainer).step)
+        watch.look_at_all()
         suspicion, off_since = watch.suspicion, watch.course.doubtful_since
         # Ranks hear of failures at different moments, so they may differ in what they take for saved.
         unsaved, suspect, off_since = session.ranks.any_max(
@@ -736,12 +760,13 @@ class ResilientCheckpoint(ModelCheckpoint):
             self._name(trainer, epoch),
             epoch=epoch,
             reason="; ".join([reason, *(f"{mark}: {why}" for mark, why in marks.items())]),
-            metrics=self._metrics(trainer),
+            metrics=self._metrics(trainer) if of is None else of.metrics,
             settled=settled,
             weights_only=self.save_weights_only,
             replace=not self._enable_version_counter,
-            labels=(*([label] if label else []), *marks),
+            labels=(*([LAST_GOOD] if of is not None else []), *marks),
             suspicion=(suspicion or "the loss of another rank is not finite") if suspect else "",
+            off_since=self._standings.off_since,
             overlap=overlap,
         )
         if save is None:
@@ -871,7 +896,7 @@ class ResilientCheckpoint(ModelCheckpoint):
 
     @staticmethod
     def _now(trainer: Trainer) -> Progress:
-        return Progress(trainer.global_step or trainer.fit_loop.epoch_loop.batch_progress.total.ready, time.monotonic())
+        return Progress(step_of(trainer), time.monotonic())
 
     # -- end ----------------------------------------------------------------------------------------------------------
 
@@ -888,12 +913,12 @@ class ResilientCheckpoint(ModelCheckpoint):
                 log.info("event=summary step=%d %s", trainer.global_step, self._watch.summary())
 
     def _save_and_wait(
-        self, trainer: Trainer, reason: str, deadline: float = math.inf, *, label: str | None = None
+        self, trainer: Trainer, reason: str, deadline: float = math.inf, *, of: Manifest | None = None
     ) -> None:
         """Save the step that training is at, unless it is, and wait until it is committed."""
         self._wait(trainer, deadline)
         while self._saved_at != self._position(trainer) and self._now(trainer).step > 0:
-            self._save(trainer, reason, self._epoch, label=label)
+            self._save(trainer, reason, self._epoch, of=of)
             self._wait(trainer, deadline)
 
     def _save_in_time(self, trainer: Trainer, reason: str) -> None:

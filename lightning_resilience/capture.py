@@ -96,10 +96,11 @@ class Capture:
         weights_only: bool,
         labels: tuple[str, ...] = (),
         suspicion: str = "",
+        off_since: int | None = None,
     ) -> Facts:
         """What the manifest says of a save of the state as it is now."""
         return Facts(
-            step=self._trainer.global_step,
+            step=trainer_state.step_of(self._trainer),
             epoch=epoch,
             reason=reason,
             strategy=type(self._trainer.strategy).__name__,
@@ -107,6 +108,7 @@ class Capture:
             labels=(*((WEIGHTS_ONLY,) if weights_only else ()), *labels),
             metrics=metrics,
             versions=trainer_state.VERSIONS,
+            off_since=off_since,
         )
 
     def _of_this_rank(self, state: Mapping[str, Any], settled: bool) -> dict[str, Any]:

@@ -37,7 +37,10 @@ class Course:
         window: losses that its past is made of, and for which it has to be back until all is well.
     """
 
-    _STATE = ("_seen", "_level", "_deviation", "_widest", "_off", "_first", "_back", "_since", "_lasts")
+    _STATE = (
+        *("_seen", "_level", "_deviation", "_widest"),
+        *("_off", "_first", "_back", "_since", "_lasts", "_row", "_unbroken"),
+    )
 
     def __init__(self, window: int = WINDOW) -> None:
         self.window = window
@@ -50,6 +53,8 @@ class Course:
         self._back = 0  # losses that are back, less those that were not since
         self._since: int | None = None  # the step since which it is off course
         self._lasts = 0  # losses since then
+        self._row = 0  # losses that are back, one after another
+        self._unbroken = 0  # losses since the last so many of those
 
     @property
     def off_since(self) -> int | None:
@@ -63,8 +68,8 @@ class Course:
 
     @property
     def off_for(self) -> int:
-        """How many losses ago it left its course, while it is not on its way back."""
-        return self._lasts if self._since is not None and self._back < IN_A_ROW else 0
+        """How many losses it has been off its course without a break: several in a row that are back are one."""
+        return self._unbroken if self._since is not None else 0
 
     def see(self, loss: float, step: int) -> None:
         """The loss of the batch after ``step`` optimizer steps."""
@@ -75,11 +80,14 @@ class Course:
             self._off = self._off + 1 if is_off else 0
             if not finite or self._off >= IN_A_ROW:
                 self._since, self._lasts, self._back = self._first, self._off, 0
+                self._row, self._unbroken = 0, self._off
             elif not is_off:
                 self._learn(loss)
             return
         self._lasts += 1
         is_back = finite and (self._seen < WARM or loss - self._level <= BACK * self._scatter)
+        self._row = self._row + 1 if is_back else 0
+        self._unbroken = self._unbroken + 1 if self._row < IN_A_ROW else 0
         # Losses scatter: one that is not back takes away a tenth of a window, not all that were.
         self._back = self._back + 1 if is_back else max(self._back - self.window // 10, 0)
         if self._back >= self.window:

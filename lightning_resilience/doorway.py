@@ -321,7 +321,8 @@ class Doorway:
             optimizer.zero_grad()
 
     def skip_batches(self, count: int) -> int:
-        """Read training batches and leave them out, the last of an epoch excepted; how many of ``count`` are left.
+        """Read training batches and leave them out, in whole accumulation windows, the last of an epoch excepted; how
+        many of ``count`` are left.
 
         Where the length of the data is not known, the last could not be told, and none is left out."""
         epoch_loop, fetcher = self.trainer.fit_loop.epoch_loop, self.trainer.fit_loop._data_fetcher
@@ -329,8 +330,14 @@ class Doorway:
         if last == math.inf:
             rank_zero_warn("The length of the training data is not known, so skip_batches= leaves no more batches out.")
             return 0
-        while count and fetcher is not None and not fetcher.done and progress.current.ready + 1 < last:
-            next(fetcher)
+        window = self.trainer.accumulate_grad_batches
+        for _ in range(min(count, max(int(last) - 1 - progress.current.ready, 0)) // window * window):
+            if fetcher is None or fetcher.done:
+                break
+            try:
+                next(fetcher)
+            except StopIteration:  # there are fewer than their length says
+                break
             for increment in ("ready", "started", "processed", "completed"):
                 getattr(progress, f"increment_{increment}")()
             progress.is_last_batch = fetcher.done

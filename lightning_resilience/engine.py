@@ -47,6 +47,7 @@ from lightning_resilience.manifest import (
     MANIFEST,
     META,
     METADATA,
+    OFF_SINCE,
     PARTIAL,
     PINNED,
     SUSPECT,
@@ -95,7 +96,7 @@ class Snapshot:
 @dataclass(frozen=True)
 class Facts:
     """What the manifest says of a save beside its files; rank 0's are written.  With a ``suspicion`` a run does not
-    resume from it."""
+    resume from it; ``off_since`` is the step since which the loss is off its course."""
 
     step: int
     epoch: int
@@ -105,6 +106,7 @@ class Facts:
     labels: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    off_since: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -634,6 +636,8 @@ class Engine:
         extra: dict[str, Any] = {}
         if folder.keep is not None:
             extra["retention"] = retention.stated(folder.keep, folder.remote_keep, folder.ranking)
+        if facts.off_since is not None:
+            extra[OFF_SINCE] = facts.off_since
         if suspicion := [*filter(None, [facts.suspicion]), *(f"{name} is not finite" for name in unsound[:1])]:
             extra["suspicion"] = "; ".join(suspicion)
         return Manifest(

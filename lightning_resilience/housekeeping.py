@@ -24,7 +24,7 @@ from lightning_resilience.manifest import (
 )
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.retention import Keep, Ranking, Verdict, judge
-from lightning_resilience.tiers import LocalTier, Tier
+from lightning_resilience.tiers import LocalTier, Tier, WritableTier
 
 COPIES = 4
 """Files that are copied at once."""
@@ -80,7 +80,9 @@ def pull(source: RemoteTier, name: str, manifest: Manifest, target: LocalTier, t
         try:
 
             def fetch(entry: FileEntry) -> None:
-                source.fetch(store.holder(name, entry), entry, target.path(partial, entry.path))
+                holder = store.holder(name, entry)
+                with target.arriving(partial, entry, source.where(holder)) as sink:
+                    source.fetch(holder, entry, sink)
 
             _each(fetch, name, manifest, tell)
             store.commit(target, partial, name, manifest.standing_alone())
@@ -121,7 +123,7 @@ def push(source: LocalTier, name: str, manifest: Manifest, target: RemoteTier, t
     return sum(sent)
 
 
-def prune(tier: Tier, keep: Keep, ranking: Ranking | None, *, dry_run: bool) -> tuple[list[Verdict], set[str]]:
+def prune(tier: WritableTier, keep: Keep, ranking: Ranking | None, *, dry_run: bool) -> tuple[list[Verdict], set[str]]:
     """Judge all checkpoints of a tier, and remove what the rule gives up unless it is a dry run.
 
     Returns:

@@ -73,6 +73,11 @@ class Life:
         return str(self.last(END).get("how", KILLED))
 
     @property
+    def run(self) -> str:
+        """Id of its run; empty where it does not say."""
+        return str(self.last(START).get("run", ""))
+
+    @property
     def seconds(self) -> float:
         """Seconds of training that are known of."""
         return max((_number(line.get("seconds")) for line in self.lines), default=0.0)

@@ -69,6 +69,15 @@ def restore(trainer: Trainer, parts: Sequence[Logged]) -> None:
     results.log = _joining(results, dict(results))
 
 
+def forget(trainer: Trainer) -> None:
+    """Let the epoch have logged nothing so far."""
+    results = trainer.fit_loop.epoch_loop._results
+    results.reset()
+    results.clear()
+    for _, metric in _metrics(trainer):
+        metric.reset()
+
+
 def divided(parts: Sequence[Mapping[str, Any]], ranks: int) -> dict[str, Any]:
     """The results of all ranks there were, in equal parts for so many: Lightning averages over ranks unweighted."""
     together: dict[str, dict[str, Any]] = {}

@@ -24,20 +24,14 @@ from lightning_resilience.attempts import Attempts, crash_loop, tried_in_vain
 from lightning_resilience.doorway import Doorway
 from lightning_resilience.engine import Engine, Folder
 from lightning_resilience.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointUncommitted
+from lightning_resilience.heal import make_whole
 from lightning_resilience.manifest import MANIFEST, Manifest
 from lightning_resilience.memory import MemoryTier
 from lightning_resilience.objects import Stat
+from lightning_resilience.places import Needs, Place, Source
 from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.remote import RemoteTier
-from lightning_resilience.resume import (
-    Needs,
-    Place,
-    Source,
-    find_last,
-    open_explicit,
-    open_with_copies,
-    verify_together,
-)
+from lightning_resilience.resume import find_last, open_explicit, open_with_copies
 from lightning_resilience.scratch import Scratch
 from lightning_resilience.tiers import LocalTier, local_path
 
@@ -53,7 +47,7 @@ class Lookup:
         engine: saves of the run.
         memory: what killed processes of this run left on this node.
         folders: those that are open for saving, by path or URL, as they come.
-        needs: see ``resume.verify_together``.
+        needs: see ``heal.make_whole``.
     """
 
     def __init__(
@@ -201,7 +195,7 @@ class Lookup:
             if self._ranks.any_max(is_another)[0]:
                 place = Place(*self._scratch(), cold, self._memory, passing=True)
             copies = {name: found}
-            return verify_together(self._ranks, place, name, save=found.save_id, copies=copies, needs=self._needs)
+            return make_whole(self._ranks, place, name, save=found.save_id, copies=copies, needs=self._needs)
         if isinstance(found, (CheckpointNotFound, CheckpointUncommitted)):
             stat = self._ranks.told(lambda: cold.patience(lambda: cold.objects.stat(name)))
             if isinstance(stat, Stat):
@@ -280,20 +274,20 @@ class Lookup:
             log.info("event=resume step=%d from=%s %s ranks=%d%s", step, source.path, _origin(source), size, note)
 
     def open_again(self, tier: LocalTier | RemoteTier, name: str, copies: Mapping[str, Manifest]) -> Source:
-        """A checkpoint of a place that callbacks have; see ``Session.roll_back``.
+        """A checkpoint of a tier that callbacks have; see ``Session.roll_back``.
 
         Args:
-            tier: what is saved to there.
+            tier: where it is, or is brought to.
             name: of it.
             copies: what it is called behind a URL, where there is no folder that has it.
 
         Raises:
             CheckpointCorrupt: it is damaged.
         """
-        place = self.places[tier.where()]
+        place = self.places.get(tier.where()) or self.place(tier)
         save = next((manifest.save_id for manifest in copies.values()), None)
         try:
-            return verify_together(self._ranks, place, name, save=save, copies=copies or None, needs=self._needs)
+            return make_whole(self._ranks, place, name, save=save, copies=copies or None, needs=self._needs)
         except CheckpointCorrupt:
             healed = open_with_copies(self._ranks, place, name, self._needs)
             if healed is None:

@@ -32,28 +32,32 @@ class LossStream:
 
     def __init__(self, name: str = "loss") -> None:
         self._name = name
-        self._here: deque[Tensor | float] = deque()
-        self._under_way: deque[tuple[int, torch.cuda.Event]] = deque()
+        self._here: deque[tuple[Tensor | float, int]] = deque()
+        self._under_way: deque[tuple[int, torch.cuda.Event, int]] = deque()
         self._pinned: Tensor | None = None
         self._events: list[torch.cuda.Event] = []
         self._next = 0
         self._look_at = -math.inf
 
-    def put(self, outputs: Any) -> None:
-        """What a ``training_step`` returned, as Lightning gives it to ``on_train_batch_end``."""
+    def put(self, outputs: Any, step: int) -> bool:
+        """What a ``training_step`` returned, as Lightning gives it to ``on_train_batch_end``, with the weights of
+        ``step``; whether a loss is in it."""
         loss = outputs.get(self._name) if type(outputs) is dict or isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
             if loss.numel() != 1 or loss.is_complex():
-                return
+                return False
             loss = loss.detach() if loss.requires_grad else loss
             if loss.is_cuda:
-                self._send(loss)
+                self._send(loss, step)
             elif loss.device.type == "cpu":
-                self._here.append(loss)
-        elif isinstance(loss, (int, float)):
-            self._here.append(loss)
+                self._here.append((loss, step))
+            return True
+        if isinstance(loss, (int, float)):
+            self._here.append((loss, step))
+            return True
+        return False
 
-    def _send(self, loss: Tensor) -> None:
+    def _send(self, loss: Tensor, step: int) -> None:
         if self._pinned is None:
             self._pinned = torch.empty(SLOTS, dtype=torch.float32, pin_memory=True)
             self._events = [torch.cuda.Event() for _ in range(SLOTS)]  # type: ignore[no-untyped-call]
@@ -64,15 +68,10 @@ class LossStream:
         self._pinned[slot].copy_(loss.reshape(()).to(torch.float32), non_blocking=True)
         event = self._events[slot]
         event.record(torch.cuda.current_stream(loss.device))
-        self._under_way.append((slot, event))
+        self._under_way.append((slot, event, step))
 
-    @property
-    def under_way(self) -> int:
-        """How many losses have not arrived yet."""
-        return len(self._under_way) + len(self._here)
-
-    def take(self, now: float) -> list[float]:
-        """The losses that have arrived since the last call, from old to new, or none yet.
+    def take(self, now: float) -> list[tuple[float, int]]:
+        """The losses that have arrived since the last call, from old to new, each with its step; or none yet.
 
         Args:
             now: seconds of a monotonic clock.
@@ -84,7 +83,7 @@ class LossStream:
             self._land()
         return self._hand_on()
 
-    def take_all(self) -> list[float]:
+    def take_all(self) -> list[tuple[float, int]]:
         """The losses up to now; waits for those that are under way.  For a save, which waits for the device anyway."""
         if self._under_way:
             self._under_way[-1][1].synchronize()
@@ -93,11 +92,11 @@ class LossStream:
         return self._hand_on()
 
     def _land(self) -> None:
-        slot, _ = self._under_way.popleft()
+        slot, _, step = self._under_way.popleft()
         assert self._pinned is not None
-        self._here.append(float(self._pinned[slot]))
+        self._here.append((float(self._pinned[slot]), step))
 
-    def _hand_on(self) -> list[float]:
-        arrived = [float(loss) for loss in self._here]
+    def _hand_on(self) -> list[tuple[float, int]]:
+        arrived = [(float(loss), step) for loss, step in self._here]
         self._here.clear()
         return arrived

@@ -36,6 +36,7 @@ the manifest decides; while there is none, or a removal is under way, there is a
 ``created``    UTC time of the commit, ``YYYY-MM-DDTHH:MM:SSZ``.  For people; nothing is decided by it.
 ``reason``     why it was saved, in words.
 ``health``     ``healthy`` or ``suspect``: never the best, never a milestone, never resumed from by itself.
+``off_since``  optional: the step with whose weights the loss was first off its course, where it was not back yet
 ``suspicion``  optional: why it is suspect, e.g. which parameter is not finite, or that the run went back from it.
 ``labels``     list of words, e.g. ``weights-only``, ``pinned``, ``milestone``, ``last-good`` (saved when a run was
                taken back).
@@ -85,6 +86,7 @@ SUSPECT = "suspect"
 WEIGHTS_ONLY = "weights-only"
 PINNED = "pinned"
 LAST_GOOD = "last-good"
+OFF_SINCE = "off_since"
 MILESTONE = "milestone"
 
 

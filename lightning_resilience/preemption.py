@@ -35,6 +35,8 @@ from lightning_resilience.ranks import Board, Ranks
 log = logging.getLogger("lightning_resilience")
 
 WALL_TIME = 1000
+REQUEUES = 10_000
+"""Added to the signal that requeues a job, when ranks agree on one: where several came, that one counts."""
 """Stands in the place of a signal's number where it is the clock that ends the job."""
 WALL_TIME_STATUS = 124
 """Exit status of a run that stops because its wall time ends, as that of ``timeout``."""
@@ -191,6 +193,7 @@ class Preemption:
         is_first = not self.signum
         if is_first:
             self._since = time.monotonic()
+        if is_first or signum == self.requeue_signal:
             self.signum = signum
         if callable(earlier) and (earlier is not signal.default_int_handler or not is_first):
             try:
@@ -226,14 +229,14 @@ class Preemption:
             self._ends, self._share = when, WALL_TIME_SHARE * left
 
     def wanted(self, save_seconds: float = 0.0) -> int:
-        """The signal that came, or ``WALL_TIME`` where a save has to begin now to be in time; 0 where neither.  Asked
+        """As ``call``, or ``WALL_TIME`` where a save has to begin now to be in time; 0 where neither.  Asked
         once a batch.
 
         Args:
             save_seconds: how long a save takes until it is committed.
         """
         if self.signum or self._ends == math.inf:
-            return self.signum
+            return self.call
         now = time.time()
         before, last = self._asked
         self._asked = (last, now)
@@ -243,10 +246,15 @@ class Preemption:
 
     # -- from then on -------------------------------------------------------------------------------------------------
 
-    def agree(self, signum: int) -> None:
-        """All ranks have agreed to stop for ``signum``, or not to where it is 0."""
-        if signum:
-            self.agreed = signum
+    @property
+    def call(self) -> int:
+        """The signal that came here, or 0, so that the largest of all ranks is the one that counts."""
+        return self.signum + REQUEUES * (self.signum == self.requeue_signal)
+
+    def agree(self, call: int) -> None:
+        """All ranks have agreed to stop for what ``wanted`` or ``call`` said, or not to where it is 0."""
+        if call:
+            self.agreed = call % REQUEUES
             self.hurry()
 
     def hurry(self) -> None:

@@ -1,16 +1,20 @@
-"""Everything that talks between ranks, and nothing else does.
-
-Two channels, neither of which is the Trainer's:
+"""How ranks talk to each other: three channels, none of which is the Trainer's.
 
 * **the group**: gloo, with a timeout of its own, used from the training thread only.  All ranks call the same method at
   the same step, so these are collectives: a few integers a save, whole plans when the shape of the state changed, and
   lists of checkpoints at a resume.
 * **the board**: a key-value store with deadlines, used from the background.  Nobody waits for anybody who has not
   promised to write: a save ends on every rank with the verdict of the board, or with its deadline.
+* **connections between nodes**, over which ``peers`` sends whole files in the background, and which it opens itself.
+  What it needs to know for that is told here: at which address others reach a node, and by which token they know each
+  other (``session``).
+
+Nothing else talks between ranks.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import pickle
@@ -19,18 +23,19 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # exported at run time only
 
-from lightning_resilience.errors import ResilienceError
+from lightning_resilience.errors import CheckpointCorrupt, ResilienceError, TierUnavailable
 from lightning_resilience.tiers import BLOCK, LocalTier
 
 log = logging.getLogger("lightning_resilience")
@@ -138,35 +143,26 @@ class Ranks:
 
     def copy_file(self, source: int, path: Path, sink: Path | None) -> None:
         """Send a file from rank ``source``, where it is at ``path``, to the ranks that give a ``sink`` to write it
-        to.  Collective."""
-        here = self.rank == source
-        size = self.all_gather(path.stat().st_size if here else 0)[source]
-        failed: OSError | None = None
+        to.  Collective.
+
+        Raises:
+            CheckpointCorrupt: it cannot be read; on all ranks.
+            TierUnavailable: a rank cannot write it; on all ranks.
+        """
+        end = _End(path if self.rank == source else None, sink)
         with ExitStack() as files:
-            reader = files.enter_context(open(path, "rb")) if here else None
-            writer = None
-            try:
-                writer = files.enter_context(open(sink, "xb")) if sink else None
-            except OSError as error:
-                failed = error  # the others go on, so this rank takes part to the end
+            sizes = self.gathered(partial(end.open, files))
+            raise_first(sizes)
+            size, failed = sizes[source], None
+            assert isinstance(size, int)
             for start in range(0, size, BLOCK):
                 block = torch.empty(min(BLOCK, size - start), dtype=torch.uint8)
-                if reader is not None:
-                    reader.readinto(block.numpy().data)
+                # The others go on whatever fails here, so this rank takes part to the end.
+                failed = failed or _error_of(partial(end.read, block.numpy().data))
                 if self._group is not None:
                     dist.broadcast(block, src=source, group=self._group)
-                try:
-                    if writer is not None and failed is None:
-                        writer.write(block.numpy().data)
-                except OSError as error:
-                    failed = error
-            try:
-                if writer is not None and failed is None:
-                    writer.flush()
-                    os.fsync(writer.fileno())
-            except OSError as error:
-                failed = error
-        raise_first(self.all_gather(failed))
+                failed = failed or _error_of(partial(end.write, block.numpy().data))
+            raise_first(self.all_gather(failed or _error_of(end.finish)))
 
     # -- the board ----------------------------------------------------------------------------------------------------
 
@@ -239,6 +235,70 @@ class Ranks:
             leaving.join(ABANDON if abandoned else None)
         self._group = None
         self._server = None
+
+
+class _End:
+    """A rank's end of the way of a file from one rank to others.
+
+    Args:
+        path: where it is read; None on ranks that do not send it.
+        sink: where it is written; None on ranks that do not want it.
+    """
+
+    def __init__(self, path: Path | None, sink: Path | None) -> None:
+        self._path, self._sink = path, sink
+        self._reader: BinaryIO | None = None
+        self._writer: BinaryIO | None = None
+
+    def open(self, files: ExitStack) -> int:
+        """Get ready, until ``files`` are closed; the number of bytes to send."""
+        with self._writing():
+            if self._sink is not None:
+                self._writer = files.enter_context(open(self._sink, "xb"))  # noqa: SIM115
+        with self._reading():
+            if self._path is not None:
+                self._reader = files.enter_context(open(self._path, "rb"))  # noqa: SIM115
+                return os.fstat(self._reader.fileno()).st_size
+        return 0
+
+    def read(self, block: memoryview) -> None:
+        """Fill a block."""
+        with self._reading():
+            if self._reader is not None and self._reader.readinto(block) != len(block):  # type: ignore[attr-defined]
+                raise OSError(errno.EIO, "it is shorter than it was")
+
+    def write(self, block: memoryview) -> None:
+        """Take a block in."""
+        with self._writing():
+            if self._writer is not None:
+                self._writer.write(block)
+
+    def finish(self) -> None:
+        """Return when what was written survives power loss."""
+        with self._writing():
+            if self._writer is not None:
+                self._writer.flush()
+                os.fsync(self._writer.fileno())
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            assert self._path is not None
+            problem = f"{self._path.name} cannot be read: {error.strerror}"
+            raise CheckpointCorrupt(f"{problem} ({str(self._path.parent)!r}).", problems=(problem,)) from error
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            assert self._sink is not None
+            raise TierUnavailable(
+                f"A file cannot be copied to {str(self._sink.parent)!r}: {error.strerror}.",
+                hint="Check the disk behind it.",
+            ) from error
 
 
 @dataclass
@@ -328,6 +388,12 @@ def attempt(compute: Callable[[], T]) -> T | BaseException:
         return compute()
     except Exception as error:
         return portable(error)
+
+
+def _error_of(action: Callable[[], object]) -> BaseException | None:
+    """Why something failed, if it did."""
+    answer = attempt(action)
+    return answer if isinstance(answer, BaseException) else None
 
 
 def portable(error: BaseException) -> BaseException:

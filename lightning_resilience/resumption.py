@@ -20,9 +20,9 @@ from lightning_resilience.doorway import Doorway
 from lightning_resilience.engine import Engine
 from lightning_resilience.errors import CheckpointIncompatible
 from lightning_resilience.manifest import META, WEIGHTS_ONLY, Manifest, rank_file
+from lightning_resilience.places import Source
 from lightning_resilience.ranks import Ranks, raise_first
 from lightning_resilience.reader import CheckpointReader, canonical, load_trusted
-from lightning_resilience.resume import Source
 from lightning_resilience.strategies import Family, edits_loaded_state
 
 
@@ -148,11 +148,12 @@ class Resumption:
         if not self.restores_optimizers and not self._rolls_back:
             checkpoint |= {"optimizer_states": [], "lr_schedulers": []}
         if self._rolls_back:
-            self._read_buffers(source)
+            self._read_what_goes_back(source)
         elif self._doorway.fitting:
             self.resumed = source
             if source.manifest is not None:
                 self.engine.run = source.manifest.run
+                self.engine.sequence = max(self.engine.sequence, source.manifest.sequence)
                 self.engine.in_use |= {source.name, *source.copies}
             self._doorway.before_training(self._restore_the_rest)
             self._read_rank_state(source)
@@ -165,10 +166,12 @@ class Resumption:
         try:
             self._doorway.load_again(source.path)
             run_state.restore_buffers(self.trainer.lightning_module, self._buffers)
+            logged.forget(self.trainer)
+            logged.restore(self.trainer, self._logged)
         finally:
             self._rolls_back = False
             self.take(None)
-            self._loaded, self._buffers = {}, {}
+            self._loaded, self._buffers, self._logged = {}, {}, []
 
     def make_load_model_state_dict(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def load_model_state_dict(checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -243,11 +246,15 @@ class Resumption:
                 first["data"], mine[0]["data"] if mine else None, f"{manifest.run}/{manifest.sequence}".encode()
             )
 
-    def _read_buffers(self, source: Source) -> None:
-        """What is this rank's own in the model, where the number of ranks is the same."""
+    def _read_what_goes_back(self, source: Source) -> None:
+        """What is this rank's own in the model, and what this epoch had logged, where the number of ranks is the
+        same."""
         manifest = source.manifest
         if manifest is not None and manifest.world_size == self.ranks.world_size:
-            self._buffers = self._state_of(source, self.ranks.rank).get("buffers", {})
+            state = self._state_of(source, self.ranks.rank)
+            self._buffers = state.get("buffers", {})
+            if "logged" in state and manifest.epoch == self.trainer.current_epoch:
+                self._logged = [state["logged"]]
 
     @staticmethod
     def _state_of(source: Source, rank: int) -> dict[str, Any]:

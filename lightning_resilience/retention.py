@@ -14,7 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_resilience.errors import SetupError
-from lightning_resilience.manifest import HEALTHY, MILESTONE, PINNED, WEIGHTS_ONLY, Manifest, newest_first
+from lightning_resilience.manifest import (
+    HEALTHY,
+    LAST_GOOD,
+    MILESTONE,
+    OFF_SINCE,
+    PINNED,
+    WEIGHTS_ONLY,
+    Manifest,
+    newest_first,
+)
 
 
 @dataclass(frozen=True)
@@ -153,6 +162,9 @@ def judge(
     for place, name in enumerate(marked[: keep.marked], start=1):
         reasons[name].append(f"{'newest' if place == 1 else _ordinal(place) + ' newest'} {MILESTONE}")
     guards = {name for some in (in_order, resumable, healthy) for name in some[:1]}
+    if in_order and (before := _of_a_spike(manifests[in_order[0]], manifests)) is not None:
+        reasons[before].append("from before the loss left its course")
+        guards.add(before)
     for name in in_order:
         if PINNED in manifests[name].labels:
             reasons[name].append(PINNED)
@@ -169,6 +181,28 @@ def judge(
         else Verdict(name, bool(why), tuple(why) or (_surplus(keep),))
         for name, why in reasons.items()
     ]
+
+
+def last_good(manifests: Mapping[str, Manifest], off_since: int) -> str | None:
+    """The newest checkpoint of a run from before its loss left its course.
+
+    Args:
+        manifests: those of the run, by name.
+        off_since: the step with whose weights the loss was off first.  A checkpoint of that very step is the last
+            resort: its weights may be what is wrong.
+    """
+    resumable = [name for name in newest_first(manifests) if manifests[name].unresumable is None]
+    # What the run was taken back to is good, also where the very next batch is off again.
+    before = (one for one in resumable if manifests[one].step < off_since + (LAST_GOOD in manifests[one].labels))
+    return next(before, None) or next((one for one in resumable if manifests[one].step == off_since), None)
+
+
+def _of_a_spike(newest: Manifest, manifests: Mapping[str, Manifest]) -> str | None:
+    """The last good checkpoint, where the newest one says that it was saved while the loss was off its course."""
+    off_since = newest.extra.get(OFF_SINCE)
+    if isinstance(off_since, bool) or not isinstance(off_since, int):
+        return None
+    return last_good({name: one for name, one in manifests.items() if one.run == newest.run}, off_since)
 
 
 def _that_count(in_order: Sequence[str], manifests: Mapping[str, Manifest]) -> list[str]:

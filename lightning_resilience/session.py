@@ -30,13 +30,13 @@ from lightning_resilience.errors import (
     SetupError,
 )
 from lightning_resilience.lookup import Lookup
-from lightning_resilience.manifest import PINNED, Manifest, outlined
+from lightning_resilience.manifest import PINNED, Manifest, newest_first, outlined
 from lightning_resilience.memory import MemoryTier
 from lightning_resilience.objects import shown
+from lightning_resilience.places import Source
 from lightning_resilience.preemption import Preempted, Preemption, slurm_end
 from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.remote import RemoteTier
-from lightning_resilience.resume import Source
 from lightning_resilience.resumption import Resumption
 from lightning_resilience.strategies import family_of
 from lightning_resilience.tiers import LocalTier, local_path
@@ -142,7 +142,7 @@ class Session:
             try:
                 self.engine.close()
                 # Rank 0 takes the board down, so it goes last.
-                self.preemption.agree(self.ranks.any_max(self.preemption.signum)[0])
+                self.preemption.agree(self.ranks.any_max(self.preemption.call)[0])
             finally:
                 self._detach()
             self.lookup.succeeded()
@@ -222,7 +222,7 @@ class Session:
 
     def stop_before_training(self) -> None:
         """Raise Preempted where any rank was signalled before there is anything to save.  Collective."""
-        self.preemption.agree(self.ranks.any_max(self.preemption.signum)[0])
+        self.preemption.agree(self.ranks.any_max(self.preemption.call)[0])
         if self.preempted:
             self._stop()
 
@@ -261,7 +261,9 @@ class Session:
         """The saves to a folder that ended since the last call."""
         for save in self.engine.poll():
             self._finished.append(save)
-            if save.committed.exception() is None and PINNED not in save.facts.labels:
+            begun = self.resumption.resumed.manifest if self.resumption.resumed is not None else None
+            is_newer = begun is None or save.step > begun.step  # by hand, and at a start's end, steps are saved again
+            if save.committed.exception() is None and is_newer:
                 self.lookup.succeeded()
             self.save_seconds = max(self.save_seconds, save.seconds)
         if not self._finished:
@@ -285,6 +287,7 @@ class Session:
         replace: bool = False,
         labels: tuple[str, ...] = (),
         suspicion: str = "",
+        off_since: int | None = None,
         overlap: bool = False,
     ) -> Save | None:
         """Start a save of the Trainer's state as it is now; None where one is under way.
@@ -300,9 +303,10 @@ class Session:
             replace: whether a checkpoint of that name gives way.
             labels: for the manifest; rank 0's count.
             suspicion: why it is not to be resumed from, if it is not; rank 0's counts.
+            off_since: the step since which the loss is off its course, if it is; rank 0's counts.
             overlap: whether a forward and a backward pass follow, and copying may go on meanwhile.
         """
-        facts = self.capture.facts(reason, epoch, metrics, weights_only, labels, suspicion)
+        facts = self.capture.facts(reason, epoch, metrics, weights_only, labels, suspicion, off_since)
         capture = partial(self.capture.now, weights_only, settled)
         return self.engine.save(folder, name, facts, capture, replace=replace, overlap=overlap)
 
@@ -379,11 +383,11 @@ class Session:
 
         return resume_end
 
-    def roll_back(self, folder: Folder, name: str, copies: Mapping[str, Manifest]) -> Source:
+    def roll_back(self, tier: LocalTier | RemoteTier, name: str, copies: Mapping[str, Manifest]) -> Source:
         """Take the run back to a checkpoint; see ``Resumption.roll_back``.  Collective.
 
         Args:
-            folder: where it is, or is brought to.
+            tier: where it is, or is brought to.
             name: of it.
             copies: what it is called behind a URL, where there is no folder that has it.
 
@@ -392,15 +396,22 @@ class Session:
             CheckpointIncompatible: it does not fit what is trained now.
         """
         self.engine.finish_staging()
-        source = self.lookup.open_again(folder.tier, name, copies)
+        source = self.lookup.open_again(tier, name, copies)
         self.resumption.roll_back(source)
         return source
 
-    def leave_behind(self, folder: Folder, left: Mapping[str, Manifest]) -> None:
-        """Call checkpoints of a folder suspect, as ``left`` says by their names, so that no start leads to them."""
+    def leave_behind(self, folder: Folder, left: Mapping[str, Manifest], newest: str | None) -> None:
+        """Call checkpoints of a folder suspect, as ``left`` says by their names, so that no start leads to them; its
+        link leads to the ``newest`` that is left."""
         if self.ranks.rank not in folder.leaders:
             return
-        for name, manifest in left.items():
+        if left and newest is not None and folder.link is not None:
+            try:
+                folder.tier.point(folder.link, newest)
+            except OSError as error:
+                log.warning("event=link folder=%s error=%r", folder.tier.where(), error)
+        for name in newest_first(left):
+            manifest = left[name]
             try:
                 store.suspect(folder.tier, name, manifest)
             except (OSError, ResilienceError) as error:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 
-from lightning_resilience.manifest import HEALTHY, LAST_GOOD, Manifest, newest_first
-from lightning_resilience.retention import Keep, Ranking, judge
+from lightning_resilience.manifest import HEALTHY, Manifest, newest_first
+from lightning_resilience.retention import Keep, Ranking, judge, last_good
 
 
 class Standings:
@@ -30,6 +30,8 @@ class Standings:
         """Manifests by name."""
         self.off_since: int | None = None
         """The step since which the loss is off its course; None where all is well."""
+        self._run: str | None = None
+        self._left = range(0)
 
     def add(self, name: str, manifest: Manifest) -> None:
         """A checkpoint was committed."""
@@ -80,30 +82,42 @@ class Standings:
         """The same of other checkpoints of the run."""
         if self.off_since is None:
             return None
-        for name in newest_first(manifests):
-            manifest = manifests[name]
-            # What the run was taken back to is good, also where the very next batch is off again.
-            is_before = manifest.step < self.off_since + (LAST_GOOD in manifest.labels)
-            if is_before and manifest.unresumable is None:
-                return name
-        return None
+        return last_good({name: one for name, one in manifests.items() if self._is_past(one)}, self.off_since)
+
+    def begin(self, run: str, resumed: Manifest | None, sequence: int) -> None:
+        """Training begins.
+
+        Args:
+            run: id of the run.
+            resumed: what it goes on from.
+            sequence: number of the newest save there is; what was saved after ``resumed`` up to that one is another
+                course of the run, which its user has left.
+        """
+        self._run = run
+        self._left = range(resumed.sequence + 1 if resumed is not None else 0, sequence + 1)
+
+    def _is_past(self, manifest: Manifest) -> bool:
+        """Whether a checkpoint is of what this training has been through."""
+        return self._run is None or (manifest.run == self._run and manifest.sequence not in self._left)
 
     def go_back(self, good: Manifest) -> dict[str, Manifest]:
         """The run goes on from ``good``: what was committed since is suspect from now on; those, by name."""
         self.off_since = None
-        left = left_behind(self.committed, good)
+        left = self.left_behind(self.committed, good)
         self.committed |= left
         return left
 
-
-def left_behind(committed: Mapping[str, Manifest], good: Manifest) -> dict[str, Manifest]:
-    """What a run leaves behind that goes back to ``good``, called suspect."""
-    why = f"the run went back from it to step {good.step}"
-    return {
-        name: manifest.suspected(why)
-        for name, manifest in committed.items()
-        if manifest.run == good.run and manifest.order > good.order and manifest.health == HEALTHY
-    }
+    def left_behind(self, manifests: Mapping[str, Manifest], good: Manifest) -> dict[str, Manifest]:
+        """What of some checkpoints a run leaves behind that goes back to ``good``, called suspect."""
+        why = f"the run went back from it to step {good.step}"
+        return {
+            name: manifest.suspected(why)
+            for name, manifest in manifests.items()
+            if self._is_past(manifest)
+            and manifest.order > good.order
+            and manifest.step > good.step  # not what another callback saved of the same step
+            and manifest.health == HEALTHY
+        }
 
 
 def best_first(committed: dict[str, Manifest], ranking: Ranking | None) -> list[str]:

@@ -180,6 +180,11 @@ def holder(name: str, entry: FileEntry) -> str:
     return entry.at or name
 
 
+def missing(entry: FileEntry) -> str:
+    """What is said of a file that is not there."""
+    return f"{entry.path} is missing"
+
+
 def size_problem(tier: Tier, name: str, entry: FileEntry) -> str | None:
     """Why a file cannot be whole, judged by its size alone; None where it can."""
     try:
@@ -187,7 +192,7 @@ def size_problem(tier: Tier, name: str, entry: FileEntry) -> str | None:
     except OSError as error:
         return f"{entry.path} cannot be read: {error.strerror}"
     if size is None:
-        return f"{entry.path} is missing"
+        return missing(entry)
     if size != entry.size:
         how = "truncated" if size < entry.size else "longer"
         return f"{entry.path} is {how}: {size:,} bytes of {entry.size:,}"
@@ -279,7 +284,7 @@ def is_pinned(tier: Tier, name: str) -> bool:
 
 
 def retain(
-    tier: Tier,
+    tier: WritableTier,
     keep: Keep,
     ranking: Ranking | None = None,
     in_use: Collection[str] = (),
@@ -298,7 +303,8 @@ def retain(
         up_to: sequence number of the newest checkpoint that users know of; newer ones do not make others redundant yet.
 
     Returns:
-        The verdicts on what was removed.  A removal that fails is logged and tried again after the next save.
+        The verdicts on what was removed.  A removal that fails is logged and tried again after the next save.  So is,
+        without a word, that of a checkpoint that a living process holds.
     """
     committed = list_checkpoints(tier).committed if committed is None else committed
     referred = {entry.at for manifest in committed.values() for entry in manifest if entry.at}
@@ -310,6 +316,8 @@ def retain(
         try:
             if PINNED in read_manifest(tier, verdict.name).labels:
                 continue  # since it was listed
+            if tier.is_held(verdict.name):
+                continue  # it is on its way to another node, or its files are on their way here
             tier.remove(verdict.name)
         except (OSError, ResilienceError) as error:
             log.warning("event=forget name=%s error=%r", verdict.name, error)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from lightning_resilience.console import human_size
-from lightning_resilience.ledger import Record
+from lightning_resilience.ledger import Folded, Record
 
 PREFIX = "resilience/"
 """Of every name that loggers see."""
@@ -177,19 +177,21 @@ def _prefixed(metrics: Mapping[str, float]) -> dict[str, float]:
     return {f"{PREFIX}{name}": value for name, value in metrics.items()}
 
 
-def before(record: Record, resumed_at: int) -> Before | None:
-    """What the lives of a ledger add up to, for one that goes on from step ``resumed_at``; None where there are none.
+def before(record: Record, resumed_at: int, run: str = "") -> Before | None:
+    """What the lives of a ``run`` in a ledger add up to, for one that goes on from step ``resumed_at``; None where
+    there are none.
 
     What a life did beyond the earliest step that a later one began with was done again.
     """
-    if record.empty:
+    lives = [life for life in record.lives if not run or life.run in ("", run)]
+    folded = record.folded if not record.lives or record.lives[0] in lives else Folded()
+    if not lives and not folded.lives:
         return None
     useful, goes_on_at = 0.0, resumed_at
-    for life in reversed(record.lives):
+    for life in reversed(lives):
         first, last = life.reached
         lasted = min(max(goes_on_at - first, 0), last - first)
         useful += max(life.seconds - life.stalled, 0.0) * (lasted / (last - first) if last > first else 0.0)
         goes_on_at = min(goes_on_at, first)
-    folded = record.folded
-    began = [life.began for life in record.lives] + ([folded.began] if folded.lives else [])
-    return Before(min(began), useful + folded.useful, len(record.lives) + folded.lives)
+    began = [life.began for life in lives] + ([folded.began] if folded.lives else [])
+    return Before(min(began), useful + folded.useful, len(lives) + folded.lives)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias
 import xxhash
 
 from lightning_resilience import points
-from lightning_resilience.errors import CheckpointNotFound, TierDenied, TierUnavailable
+from lightning_resilience.errors import CheckpointCorrupt, CheckpointNotFound, TierDenied, TierUnavailable
 from lightning_resilience.manifest import EXTENSION, MANIFEST, PARTIAL, REMOVED, FileEntry, Manifest
 
 if TYPE_CHECKING:
@@ -337,6 +337,33 @@ class LocalTier:
             for file in files:
                 self.path(partial, file).unlink(missing_ok=True)
             self.path(partial).rmdir()
+
+    @contextmanager
+    def arriving(self, name: str, entry: FileEntry, origin: str) -> Iterator[Path]:
+        """Let a file of a checkpoint come here from elsewhere: the block writes it, durably, to the path that it gets.
+        Then it is put in its place if it is what the manifest says; otherwise the place stays as it was.
+
+        Args:
+            name: the folder that is to hold it; it is there.
+            entry: what the manifest says.
+            origin: where it comes from, for people.
+
+        Raises:
+            CheckpointCorrupt: something else came.
+        """
+        target = self.path(name, entry.path)
+        sink = target.with_name(f".{entry.path}{FETCHED}{uuid.uuid4().hex[:12]}")
+        try:
+            yield sink
+            if sink.stat().st_size != entry.size or digest_of(sink) != entry.xxh3_128:
+                raise CheckpointCorrupt(
+                    f"{entry.path} from {origin} has other content than was saved.",
+                    problems=(f"{entry.path} from {origin} has other content than was saved",),
+                )
+            os.replace(sink, target)
+            self.sync(name)
+        finally:
+            sink.unlink(missing_ok=True)
 
     def put_manifest(self, name: str, content: bytes) -> None:
         """Put a manifest in the place of a missing, damaged or older one, in one step."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning
 import torch
+from lightning.pytorch import Trainer
 
 from lightning_resilience._version import __version__
 from lightning_resilience.errors import CheckpointCorrupt, SaveFailed
@@ -17,6 +18,11 @@ from lightning_resilience.ranks import attempt
 from lightning_resilience.reader import load_trusted
 
 VERSIONS = {"torch": torch.__version__, "lightning": lightning.__version__, "lightning_resilience": __version__}
+
+
+def step_of(trainer: Trainer) -> int:
+    """How far training is: in optimizer steps, or in batches where manual optimization leaves those uncounted."""
+    return trainer.global_step or int(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
 
 
 def split(checkpoint: Mapping[str, Any], prefix: str = "model") -> tuple[dict[str, Any], dict[str, Any]]:

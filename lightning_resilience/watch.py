@@ -50,6 +50,8 @@ class Watch:
         self._safe = Progress(0, time.monotonic())  # what a crash would not lose
         self._useful = Useful()
         self.course = Course()
+        self.unseen = 0
+        """How many batches in a row had no loss that can be followed."""
         self.rollbacks = 0
         """How often this run was taken back."""
         self.telemetry = Telemetry(None, time.time())
@@ -74,16 +76,16 @@ class Watch:
         """
         self._safe = now
         self._useful = Useful(now.seconds)
+        self._step = now.step
         if self._rank != 0:
             return
         carried = None
         if saved is not None:
             failures, seconds = saved.get("history", (0, 0.0))
             carried = History(failures + (not ended), seconds)
-        self._step = now.step
         self._ledger = Ledger(folder, carried)
         self._ledger.start(now.seconds, now.step, run=run)
-        self.telemetry = Telemetry(before(self._ledger.before, now.step), time.time())
+        self.telemetry = Telemetry(before(self._ledger.before, now.step, run), time.time())
         if saved is not None:
             self.course.restore(saved.get("course", {}))
             self.rollbacks = saved.get("rollbacks", 0)
@@ -100,30 +102,28 @@ class Watch:
     def see_outputs(self, outputs: Any, saving: bool) -> None:
         """A batch was trained on, while a save was under way or not; ``outputs`` as Lightning gives them to
         ``on_train_batch_end``."""
-        self._losses.put(outputs)
+        self.unseen = 0 if self._losses.put(outputs, self._step) else self.unseen + 1
         self.telemetry.step(time.perf_counter() - self._batch_began, saving)
 
     def look(self, now: Progress) -> None:
         """Take in the losses that have arrived.  Once a batch."""
-        self._see(self._losses.take(now.seconds), now.step)
+        self._see(self._losses.take(now.seconds))
+        self._step = now.step
         if self._ledger is not None:
-            self._step = now.step
             self._ledger.beat(now.seconds, now.step)
 
-    def look_at_all(self, step: int) -> None:
+    def look_at_all(self) -> None:
         """Take in the losses up to now.  Waits for those that are under way, as a save does anyway."""
-        self._see(self._losses.take_all(), step)
+        self._see(self._losses.take_all())
 
-    def _see(self, losses: Sequence[float], step: int) -> None:
+    def _see(self, losses: Sequence[tuple[float, int]]) -> None:
         if not losses:
             return
-        self._loss = losses[-1]
+        self._loss = losses[-1][0]
         if self._rank != 0:
             return
-        # The last one is of the batch that made this step, and each before it of a step before, at the latest.
-        first = step - self._losses.under_way - len(losses)
-        for place, loss in enumerate(losses):
-            self.course.see(loss, max(first + place, 0))
+        for loss, step in losses:
+            self.course.see(loss, step)
             if self._decider is not None:
                 self._decider.see_loss(loss)
 
@@ -174,6 +174,7 @@ class Watch:
         if self._ledger is not None:
             self._ledger.lose(lost)
         self._safe = now
+        self._step = now.step
         self._losses.take_all()  # they are of before
         self.course.forget_spike()
         self._loss = 0.0

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from forks import run_forks
-from lightning_resilience import CheckpointCorrupt, EverySteps, ResilientCheckpoint, SetupError
-from lightning_resilience.peers import _LENGTH, NO, YES, Neighbour, Peers, _targets
-from lightning_resilience.store import list_checkpoints
+from lightning_resilience import CheckpointCorrupt, EverySteps, Keep, ResilientCheckpoint, SetupError
+from lightning_resilience.peers import _LENGTH, NO, YES, Neighbour, Peers, _routes
+from lightning_resilience.store import list_checkpoints, retain
 from lightning_resilience.tiers import LocalTier
 from on_disk import save
 from support import TinyModel, data, make_trainer, settle, strategy
@@ -77,24 +77,24 @@ def test_without_peers_the_same_loss_leaves_nothing_to_go_on_from(tmp_path: Path
 # -- one rank, and a peer made by hand --------------------------------------------------------------------------------
 
 
-class OneOfTwo:
-    """What ``Peers`` asks of its ranks: this one is rank 0 on node 0, and the other listens at ``other``."""
+class OneOfSome:
+    """What ``Peers`` asks of its ranks: this one is rank 0 on node 0, each other one is a node and listens there."""
 
     rank, session, address = 0, TOKEN.decode(), "127.0.0.1"
 
-    def __init__(self, other: tuple[str, int] | None) -> None:
-        self.other = other
+    def __init__(self, *others: tuple[str, int] | None) -> None:
+        self.others = others
         self.mine: Any = None
 
     def all_gather(self, mine: Neighbour) -> list[Neighbour]:
         self.mine = mine
-        return [mine, Neighbour(1, self.other)]
+        return [mine, *(Neighbour(rank, other) for rank, other in enumerate(self.others, 1))]
 
 
 @pytest.fixture
 def peers(tmp_path: Path) -> Any:
     tier = LocalTier(tmp_path)
-    ranks = OneOfTwo(None)
+    ranks = OneOfSome(None)
     one = Peers(ranks, tier, (0,), copies=1)  # type: ignore[arg-type]
     yield tier, ranks.mine.address, one
     one.close()
@@ -153,12 +153,38 @@ def test_strangers_and_nonsense_get_no_answer_and_the_next_one_does(peers: Any, 
         assert peer.recv(1) == YES
 
 
+def test_one_that_sends_slowly_keeps_no_other_sender_waiting_and_there_are_no_more_at_once_than_senders(
+    tmp_path: Path,
+) -> None:
+    tier, ranks = LocalTier(tmp_path), OneOfSome(None, None)
+    name = save(tier)
+    one = Peers(ranks, tier, (0,), copies=2)  # type: ignore[arg-type]
+    file = "__1_0.distcp"
+    whole, note = tier.read(name, file), note_of(tier, name, file)
+    with announce(ranks.mine.address, TOKEN, note) as slow, announce(ranks.mine.address, TOKEN, note) as other:
+        assert slow.recv(1) == YES
+        slow.sendall(whole[:10])
+        other.settimeout(10)
+        assert other.recv(1) == YES
+        with announce(ranks.mine.address, TOKEN, note) as third:
+            third.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                third.recv(1)
+            other.sendall(whole)
+            assert other.recv(1) == YES
+            third.settimeout(10)
+            assert third.recv(1) == YES
+        slow.sendall(whole[10:])
+        assert slow.recv(1) == YES
+    one.close()
+
+
 def test_peer_that_does_not_answer_is_told_of_once_and_so_is_its_return(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tier = LocalTier(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        ranks = OneOfTwo(listener.getsockname()[:2])
+        ranks = OneOfSome(listener.getsockname()[:2])
         one = Peers(ranks, tier, (0,), copies=1)  # type: ignore[arg-type]
         names = [save(tier, step=step) for step in (1, 2, 3)]
         manifests = [list_checkpoints(tier).committed[name] for name in names]
@@ -172,24 +198,120 @@ def test_peer_that_does_not_answer_is_told_of_once_and_so_is_its_return(
                         pass
         one.drain(20)
         one.close()
-    assert one.sent == 1
+    assert one.sent == 0  # it is not there, if it is no failure either
     told = [record.getMessage() for record in caplog.records if "event=peers" in record.getMessage()]
     assert ["outcome=failed" in line for line in told] == [True, False]
     assert "outcome=back" in told[1]
 
 
+def take(listener: socket.socket) -> tuple[socket.socket, dict[str, Any]]:
+    """The next connection, and what it announces."""
+    listener.settimeout(20)
+    peer, _ = listener.accept()
+    peer.settimeout(20)
+    assert receive(peer, len(TOKEN)) == TOKEN
+    return peer, json.loads(receive(peer, _LENGTH.unpack(receive(peer, _LENGTH.size))[0]))
+
+
+def receive(peer: socket.socket, size: int) -> bytes:
+    content = b""
+    while len(content) < size:
+        some = peer.recv(size - len(content))
+        assert some
+        content += some
+    return content
+
+
+def test_what_is_on_its_way_here_stays_until_it_is_whole(peers: Any) -> None:
+    tier, address, _ = peers
+    old, new = save(tier, step=1), save(tier, step=2)
+    file = "__1_0.distcp"
+    whole, note = tier.read(old, file), note_of(tier, old, file)
+    tier.path(old, file).unlink()
+    with announce(address, TOKEN, note) as peer:
+        assert peer.recv(1) == YES
+        peer.sendall(whole[:10])
+        assert retain(tier, Keep(last=1)) == []
+        peer.sendall(whole[10:])
+        assert peer.recv(1) == YES
+        assert peer.recv(1) == b""
+    assert tier.read(old, file) == whole
+    assert [verdict.name for verdict in retain(tier, Keep(last=1))] == [old]
+    assert tier.names() == [new]
+
+
+def test_what_is_being_sent_stays_until_all_have_it(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = Peers(OneOfSome(listener.getsockname()[:2]), tier, (0,), copies=1)  # type: ignore[arg-type]
+        old, new = save(tier, step=1), save(tier, step=2)
+        one.offer(old, list_checkpoints(tier).committed[old])
+        peer, note = take(listener)
+        with peer:
+            assert retain(tier, Keep(last=1)) == []
+            peer.sendall(YES)
+            (file,) = note["files"]
+            assert receive(peer, file["size"]) == tier.read(old, file["path"])
+            assert retain(tier, Keep(last=1)) == []
+            peer.sendall(YES)
+        one.drain(20)
+        one.close()
+    assert one.sent == 1
+    assert [verdict.name for verdict in retain(tier, Keep(last=1))] == [old]
+    assert tier.names() == [new]
+
+
+def test_node_that_is_gone_keeps_the_copy_from_no_other(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = Peers(OneOfSome(None, listener.getsockname()[:2]), tier, (0,), copies=2)  # type: ignore[arg-type]
+        name = save(tier)
+        one.offer(name, list_checkpoints(tier).committed[name])
+        peer, note = take(listener)
+        with peer:
+            peer.sendall(YES)
+            (file,) = note["files"]
+            assert receive(peer, file["size"]) == tier.read(name, file["path"])
+            peer.sendall(YES)
+        one.drain(20)
+        one.close()
+    assert one.sent == 0  # on one of two
+
+
+def test_checkpoint_without_files_of_this_rank_is_not_counted_as_sent(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = Peers(OneOfSome(listener.getsockname()[:2]), tier, (0,), copies=1)  # type: ignore[arg-type]
+        name, another = save(tier), save(tier, step=7)
+        one.offer(name, list_checkpoints(tier).committed[another])  # the name is another save's by now
+        one.drain(20)
+        one.close()
+        listener.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+    assert one.sent == 0
+
+
+def test_nodes_that_speak_ipv6_listen_there(tmp_path: Path) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("there is no IPv6 here")
+    tier, ranks = LocalTier(tmp_path), OneOfSome(None)
+    ranks.address = "::1"
+    one = Peers(ranks, tier, (0,), copies=1)  # type: ignore[arg-type]
+    name = save(tier)
+    with announce(ranks.mine.address, TOKEN, note_of(tier, name)) as peer:
+        assert peer.recv(1) == YES
+    one.close()
+
+
 def test_each_node_sends_to_the_next_ones_and_never_to_itself() -> None:
-    addresses = [("node", rank) for rank in range(6)]
-    everyone = [Neighbour(leader, address) for leader, address in zip((0, 0, 2, 2, 4, 4), addresses, strict=True)]
-    assert _targets(everyone, 0, 1) == [("node", 2)]
-    assert _targets(everyone, 1, 1) == [("node", 3)]
-    assert _targets(everyone, 5, 1) == [("node", 1)]
-    assert _targets(everyone, 0, 2) == [("node", 2), ("node", 4)]
-    assert _targets(everyone, 0, 9) == [("node", 2), ("node", 4)]
-    uneven = [Neighbour(leader, address) for leader, address in zip((0, 0, 2, 3, 3, 3), addresses, strict=True)]
-    assert [_targets(uneven, rank, 1) for rank in (0, 1, 2, 5)] == [
-        [("node", 2)], [("node", 2)], [("node", 3)], [("node", 0)]
-    ]  # fmt: skip
+    even, uneven = (0, 0, 2, 2, 4, 4), (0, 0, 2, 3, 3, 3)
+    assert _routes(even, 1) == [[2], [3], [4], [5], [0], [1]]
+    assert _routes(even, 2) == [[2, 4], [3, 5], [4, 0], [5, 1], [0, 2], [1, 3]]
+    assert _routes(even, 9) == _routes(even, 2)
+    assert _routes(uneven, 1) == [[2], [2], [3], [0], [1], [0]]
 
 
 @pytest.mark.parametrize("peers", [-1, 1.5, "1", True])

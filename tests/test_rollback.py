@@ -218,10 +218,10 @@ def test_cold_tier_alone_has_what_the_run_went_back_from_and_what_was_said_of_it
 def test_what_is_saved_on_going_back_is_tried_again_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, failures = LocalTier.write, iter(range(1))
 
-    def full(self: LocalTier, name: str, file: str, data: Any, rank: int = 0) -> Any:
+    def full(self: LocalTier, name: str, *args: Any) -> Any:
         if "150-v1" in name and next(failures, None) is not None:
             raise OSError(28, "No space left on device")
-        return whole(self, name, file, data, rank)
+        return whole(self, name, *args)
 
     monkeypatch.setattr(LocalTier, "write", full)
     with pytest.warns(UserWarning, match="No space left"):
@@ -293,6 +293,191 @@ def test_batches_still_to_be_left_out_in_the_next_epoch_are_left_out_after_a_res
     assert second.batches == whole.batches[began:]
     assert second.batches[-1] == 199
     assert len(set(range(200)) - set(second.batches)) > 10
+
+
+def went_back(model: Poisoned) -> list[tuple[int, int]]:
+    """From which step to which."""
+    pairs = zip(model.steps, model.steps[1:], strict=False)
+    return [(before, after) for before, after in pairs if after < before]
+
+
+@pytest.mark.parametrize("window", [4, 16])
+def test_spike_begins_where_it_begins_also_with_accumulated_gradients(tmp_path: Path, window: int) -> None:
+    model = Poisoned(15 * window, heals=True)
+    callback = ResilientCheckpoint(tmp_path / "run", schedule=EverySteps(5), rollback=Rollback(patience=20))
+    trainer = make_trainer(tmp_path, callback, settle(), max_epochs=1, accumulate_grad_batches=window)
+    trainer.fit(model, numbered(4 * window * 22))
+    assert [to for _, to in went_back(model)] == [10]
+
+
+@pytest.mark.parametrize("scale", [1e3, float("nan")])
+def test_checkpoint_of_the_very_step_that_a_spike_begins_with_is_the_last_resort(tmp_path: Path, scale: float) -> None:
+    model = Poisoned(160, heals=True, scale=scale)
+    train(tmp_path, model, 200, keep=Keep(last=1), rollback=Rollback(patience=20))
+    assert [to for _, to in went_back(model)] == [160]
+
+
+def test_run_goes_back_to_nothing_of_another_run_or_of_a_course_it_has_left(tmp_path: Path) -> None:
+    keep = Keep(last=-1)
+    train(tmp_path, Poisoned(10**6), 100, keep=keep)
+    fresh = Poisoned(60, heals=True)
+    callback = ResilientCheckpoint(
+        tmp_path / "run", schedule=EverySteps(1000), keep=keep, rollback=Rollback(patience=9)
+    )
+    with pytest.raises(Diverged, match="no checkpoint from before"):
+        make_trainer(tmp_path, callback, settle(), max_epochs=1).fit(fresh, numbered(400))
+
+    again = Poisoned(75, heals=True)
+    callback = ResilientCheckpoint(
+        tmp_path / "run", schedule=EverySteps(1000), keep=keep, rollback=Rollback(patience=9)
+    )
+    trainer = make_trainer(tmp_path, callback, settle(), max_epochs=1)
+    trainer.fit(again, numbered(400), ckpt_path=str(tmp_path / "run" / "epoch=0-step=50.ckpt"))
+    assert [to for _, to in went_back(again)] == [50]
+    assert {one.health for one in committed(tmp_path / "run")} == {"healthy"}  # what was left before is not judged
+
+
+def test_run_goes_back_to_what_it_was_resumed_from_in_another_folder(tmp_path: Path) -> None:
+    first = ResilientCheckpoint(tmp_path / "run", schedule=EverySteps(100))
+    make_trainer(tmp_path, first, settle(), max_epochs=1, max_steps=100).fit(Poisoned(10**6), numbered(600))
+    again = Poisoned(125, heals=True)
+    other = ResilientCheckpoint(tmp_path / "other", schedule=EverySteps(1000), rollback=Rollback(patience=10))
+    make_trainer(tmp_path, other, settle(), max_epochs=1).fit(
+        again, numbered(600), ckpt_path=str(tmp_path / "run" / "epoch=0-step=100.ckpt")
+    )
+    assert [to for _, to in went_back(again)] == [100]
+    back = next(one for one in committed(tmp_path / "other") if LAST_GOOD in one.labels)
+    assert back.sequence > max(one.sequence for one in committed(tmp_path / "run"))
+
+
+class ByHand(Poisoned):
+    """Steps an optimizer that Lightning does not count."""
+
+    def __init__(self, *args: Any, says: bool = True, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.automatic_optimization = False
+        self.says = says
+        self.before: list[torch.Tensor] = []
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> Any:
+        self.before.append(torch.cat([parameter.detach().flatten() for parameter in self.parameters()]))
+        number = int(batch[2][0]) // 4
+        loss = torch.nn.functional.mse_loss(self.net(batch[0]), batch[1]) * (1e3 if 105 <= number < 131 else 1.0)
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss if self.says else None
+
+
+def test_run_whose_steps_are_not_counted_goes_back_by_batches(tmp_path: Path) -> None:
+    model = ByHand(0)
+    train(tmp_path, model, 160, rollback=Rollback(patience=20), keep=Keep(last=-1))
+    assert any(torch.equal(model.before[100], later) for later in model.before[105:])
+    good = [one for one in committed(tmp_path / "run") if LAST_GOOD in one.labels]
+    assert [one.reason.split(";")[0] for one in good] == ["rolled back to epoch=0-step=0-v9.ckpt"]
+    assert [one.step for one in committed(tmp_path / "run")][:3] == [10, 20, 30]
+
+
+def test_rollback_that_sees_no_loss_says_so(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="rollback= has nothing to go by: no loss was seen in the last 100 batches"):
+        train(tmp_path, ByHand(0, says=False), 120, rollback=Rollback(patience=20))
+
+
+def test_save_of_another_callback_that_ends_as_the_run_goes_back_is_suspect_and_its_link_moves(tmp_path: Path) -> None:
+    first = ResilientCheckpoint(tmp_path / "a", schedule=EverySteps(10), rollback=Rollback(patience=20))
+    second = ResilientCheckpoint(tmp_path / "b", schedule=EverySteps(3), keep=Keep(last=-1), save_last=True)
+    seen: dict[str, Any] = {}
+
+    class Looks(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+            if went_back(model) and not seen:
+                seen["health"] = {one.step: one.health for one in committed(tmp_path / "b") if one.step <= 180}
+                seen["link"] = os.readlink(tmp_path / "b" / "last.ckpt")
+
+    model = Poisoned(155, heals=True)
+    make_trainer(tmp_path, first, second, settle(), Looks(), max_epochs=1).fit(model, numbered(800))
+    (came, to), *_ = went_back(model)
+    assert {step for step, health in seen["health"].items() if health == "suspect"} >= set(range(to + 3, came - 2, 3))
+    assert seen["health"].get(to, "healthy") == "healthy"
+    assert int(seen["link"].split("step=")[1].split(".")[0].split("-")[0]) <= to + 3
+
+
+def test_epoch_means_are_of_what_the_run_went_on_with(tmp_path: Path) -> None:
+    class Logs(Poisoned):
+        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("mean", loss, on_step=False, on_epoch=True)
+            kept[self.global_step] = float(loss.detach())
+            return loss
+
+    kept: dict[int, float] = {}
+    ends: list[float] = []
+
+    class Reads(L.Callback):
+        def on_train_epoch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            ends.append(float(trainer.callback_metrics["mean"]))
+
+    model = Logs(155, heals=True, scale=float("nan"))
+    callback = ResilientCheckpoint(tmp_path / "run", schedule=EverySteps(10), rollback=Rollback(patience=20))
+    make_trainer(tmp_path, callback, settle(), Reads(), max_epochs=1).fit(model, numbered(800))
+    assert ends == [pytest.approx(sum(kept.values()) / len(kept), rel=1e-4)]  # a step that was done again counts once
+
+
+def test_what_is_saved_on_going_back_has_the_metrics_of_what_it_is(tmp_path: Path) -> None:
+    class Logs(Poisoned):
+        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("negative", -loss)
+            return loss
+
+    train(tmp_path, Logs(155, heals=True), 190, monitor="negative", rollback=Rollback(patience=20), keep=Keep(last=-1))
+    found = committed(tmp_path / "run")
+    back = next(one for one in found if LAST_GOOD in one.labels)
+    good = next(one for one in found if one.step == back.step and one is not back)
+    assert back.metrics == good.metrics
+    assert back.metrics
+
+
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
+def test_data_that_ends_before_its_length_says_is_left_out_to_its_end(tmp_path: Path) -> None:
+    class Overstated(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(numbered(800).dataset)
+
+        def __len__(self) -> int:
+            return 4000
+
+    model = Poisoned(100, until=150, heals=True)
+    callback = ResilientCheckpoint(
+        tmp_path / "run", schedule=EverySteps(10), rollback=Rollback(patience=20, skip_batches=500)
+    )
+    trainer = make_trainer(tmp_path, callback, settle(), max_epochs=1)
+    trainer.fit(model, torch.utils.data.DataLoader(Overstated(), batch_size=4))
+    assert any(LAST_GOOD in one.labels for one in committed(tmp_path / "run"))
+
+
+def test_batches_are_left_out_in_whole_windows_up_to_the_end_of_an_epoch(tmp_path: Path) -> None:
+    class Windows(Poisoned):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            sizes.append(len(self.batches) - sum(sizes))
+
+    sizes: list[int] = []
+    callback = ResilientCheckpoint(
+        tmp_path / "run", schedule=EverySteps(2), rollback=Rollback(patience=8, skip_batches=24)
+    )
+    trainer = make_trainer(tmp_path, callback, settle(), max_epochs=3, accumulate_grad_batches=4)
+    trainer.fit(Windows(30, heals=True), numbered(240))
+    assert set(sizes) == {4}
+
+
+def test_list_and_rule_keep_what_is_from_before_a_spike_also_once_the_run_is_over(tmp_path: Path) -> None:
+    train(tmp_path, Poisoned(155), 200, keep=Keep(last=-1))
+    tier = LocalTier(tmp_path / "run")
+    verdicts, _ = housekeeping.prune(tier, Keep(last=1), None, dry_run=True)
+    stays = {verdict.name: verdict.reasons for verdict in verdicts if verdict.keep}
+    assert stays.pop("epoch=0-step=150.ckpt") == ("from before the loss left its course",)
+    assert len(stays) == 1
 
 
 def test_time_goes_on_when_the_run_goes_back(tmp_path: Path) -> None:

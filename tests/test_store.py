@@ -407,6 +407,45 @@ def test_another_url_is_not_local_and_says_so() -> None:
         local_path("s3://bucket/run7")
 
 
+def test_file_that_arrives_whole_takes_its_place(tier: LocalTier) -> None:
+    name = save(tier)
+    entry = store.read_manifest(tier, name).files[1]
+    before = tree(tier.root)
+    flip(tier.path(name, entry.path))
+    with tier.arriving(name, entry, "another node") as sink:
+        sink.write_bytes(FILES[entry.path])
+        assert tier.read(name, entry.path) != FILES[entry.path]
+    assert tree(tier.root) == before
+
+
+@pytest.mark.parametrize("came", [b"", b"else", bytes(len(FILES["__1_0.distcp"]))])
+def test_file_that_does_not_arrive_whole_leaves_its_place_as_it_was(tier: LocalTier, came: bytes) -> None:
+    name = save(tier)
+    entry = store.read_manifest(tier, name).files[1]
+    flip(tier.path(name, entry.path))
+    before = tree(tier.root)
+    with (
+        pytest.raises(CheckpointCorrupt, match=r"__1_0.distcp from s3://bucket has other content"),
+        tier.arriving(name, entry, "s3://bucket") as sink,
+    ):
+        sink.write_bytes(came)
+    assert tree(tier.root) == before
+
+
+def test_file_whose_way_here_breaks_off_leaves_its_place_as_it_was(tier: LocalTier) -> None:
+    name = save(tier)
+    entry = store.read_manifest(tier, name).files[1]
+    before = tree(tier.root)
+
+    def breaks_off(sink: Path) -> None:
+        sink.write_bytes(FILES[entry.path][:10])
+        raise ConnectionResetError
+
+    with pytest.raises(ConnectionResetError), tier.arriving(name, entry, "another node") as sink:
+        breaks_off(sink)
+    assert tree(tier.root) == before
+
+
 # -- a crash at any moment --------------------------------------------------------------------------------------------
 
 

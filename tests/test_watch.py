@@ -259,7 +259,7 @@ def test_every_loss_reaches_the_schedule_in_order_and_before_a_save(tmp_path: Pa
 )
 def test_outputs_without_a_loss_are_no_loss(outputs: Any) -> None:
     stream = LossStream()
-    stream.put(outputs)
+    assert not stream.put(outputs, 1)
     assert stream.take_all() == []
 
 
@@ -267,13 +267,13 @@ def test_losses_come_several_at_a_time_or_after_a_moment() -> None:
     stream = LossStream()
     assert stream.take(0.0) == []
     for number in range(15):
-        stream.put({"loss": torch.tensor(float(number))})
+        assert stream.put({"loss": torch.tensor(float(number))}, number // 4)
         assert stream.take(0.01) == []
-    stream.put({"loss": torch.tensor(15.0, requires_grad=True)})
-    assert stream.take(0.02) == [float(number) for number in range(16)]
-    stream.put({"loss": 16})
+    assert stream.put({"loss": torch.tensor(15.0, requires_grad=True)}, 3)
+    assert stream.take(0.02) == [(float(number), number // 4) for number in range(16)]
+    assert stream.put({"loss": 16}, 4)
     assert stream.take(0.03) == []
-    assert stream.take(1.0) == [16.0]
+    assert stream.take(1.0) == [(16.0, 4)]
 
 
 @pytest.mark.gpu
@@ -281,18 +281,18 @@ def test_losses_come_several_at_a_time_or_after_a_moment() -> None:
 def test_losses_from_a_gpu_come_without_waiting_for_it() -> None:
     stream = LossStream()
     values = torch.arange(3 * SLOTS, device="cuda", dtype=torch.bfloat16)
-    stream.put({"loss": values[0]})  # what is allocated is allocated once
+    stream.put({"loss": values[0]}, 0)  # what is allocated is allocated once
     torch.cuda.synchronize()
-    assert stream.take(1.0) == [0.0]
+    assert stream.take(1.0) == [(0.0, 0)]
     torch.cuda.set_sync_debug_mode("error")
     try:
         torch.cuda._sleep(500_000_000)
         for value in values[1:50]:
-            stream.put({"loss": value})
+            stream.put({"loss": value}, 1)
         assert stream.take(2.0) == []
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert stream.take_all() == [float(number) for number in range(1, 50)]
+    assert stream.take_all() == [(float(number), 1) for number in range(1, 50)]
 
 
 # -- what a step costs ------------------------------------------------------------------------------------------------

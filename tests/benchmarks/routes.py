@@ -93,8 +93,8 @@ class LightningResilience(Route):
 
     def __init__(self, folder: Path, state: TrainingState) -> None:
         from lightning_resilience.engine import Engine
+        from lightning_resilience.places import Place
         from lightning_resilience.ranks import Ranks
-        from lightning_resilience.resume import Place
         from lightning_resilience.tiers import LocalTier
 
         super().__init__(folder, state)
@@ -143,9 +143,9 @@ class LightningResilience(Route):
         return {"verify": self._verify, "read": self._read}
 
     def _verify(self) -> None:
-        from lightning_resilience.resume import verify_together
+        from lightning_resilience.heal import make_whole
 
-        self.source = verify_together(self.ranks, self.place, self.path.name)
+        self.source = make_whole(self.ranks, self.place, self.path.name)
 
     def _read(self) -> None:
         from lightning_resilience.reader import CheckpointReader

@@ -7,8 +7,8 @@ numbers less than it changes seconds; ratios are of medians.  With several ranks
 as with DDP.  One thread a rank by default: on two cores, one rank leaves a core to spare and two ranks keep both busy.
 
 ==================  ===================================================================================================
-preparation         seconds that the training thread spends once, after the first step, so that the first save is like the
-                    others ÷ the memory copy
+preparation         seconds that the training thread spends once, after the first step, so that the first save is like
+                    the others ÷ the memory copy
 first stall, stall  seconds until training may change parameters, of the first save and from the third on ÷ a memory
                     copy (to memory that is there) of the rank's even share of the state
 blocked             what the training thread waits in all when it trains on: the call, and before the optimizer step

@@ -22,6 +22,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,7 +38,7 @@ import s3_fault_proxy
 from lightning_resilience import EverySteps, ResilientCheckpoint
 from lightning_resilience.manifest import FileEntry
 from lightning_resilience.remote import RemoteTier
-from lightning_resilience.tiers import digest_of
+from lightning_resilience.tiers import LocalTier, digest_of
 from s3_server import ADMIN, REGION, USER, S3Server
 
 BUCKET = "bench"
@@ -57,8 +58,13 @@ def clients(server: S3Server, source: Path, target: Path) -> Clients:
         tier.objects.delete([f"ours/{entry.path}"])
         tier.send("ours", entry, source)
 
+    def fetch() -> None:
+        arriving = LocalTier(target.parent.parent).arriving(target.parent.name, replace(entry, path=target.name), "S3")
+        with arriving as sink:
+            tier.fetch("ours", entry, sink)
+
     found: Clients = {
-        "lightning_resilience": (send, lambda: tier.fetch("ours", entry, target)),
+        "lightning_resilience": (send, fetch),
         "s3fs": (lambda: fs.put_file(str(source), where), lambda: fs.get_file(where, str(target))),
         "s3fs, 4 parts of 32 MiB": (
             lambda: fs.put_file(str(source), where, chunksize=2**25, max_concurrency=4),
