@@ -40,6 +40,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, ge
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_resilience import run_state
+from lightning_resilience.loops import Loops
 from lightning_resilience.order import Dealt, Order, Share, batches, deal, draw, kind_of, order_of, share_of
 
 Position = dict[str, Any]
@@ -74,71 +75,17 @@ class Guide(Protocol):
         """Where ``loader`` begins; None for its beginning."""
 
 
-class Loop(Protocol):
-    """What is asked of the Trainer's training loop."""
-
-    def train_loaders(self) -> list[Any]:
-        """The training loaders, in their order."""
-
-    def batches_ahead(self) -> int:
-        """How many batches have been read and not trained on."""
-
-    def reads_ahead(self) -> bool:
-        """Whether one more batch is read than is trained on, to know which is the last."""
-
-    def cycled(self) -> list[bool]:
-        """Which loaders have been through at least once in this epoch, where shorter ones are cycled."""
-
-    def set_cycled(self, cycled: list[bool]) -> None:
-        """Undo ``cycled``."""
-
-    def at_epoch_start(self) -> bool:
-        """Whether the next training batch is the first of an epoch."""
-
-    def leave_finished_epoch(self) -> None:
-        """Be at the start of the next epoch where one was finished whose length nobody knew."""
-
-    def go_to_batch(self, done: int, left: int) -> None:
-        """Count as if ``done`` batches of this epoch had been trained on, or ``left`` were left, where all are read."""
-
-    def begin_reading(self) -> None:
-        """Make the iterators of the training loaders."""
-
-    def reloaded_in(self) -> float:
-        """The epoch in which the loaders were made."""
-
-    def set_reloaded_in(self, epoch: float) -> None:
-        """Undo ``reloaded_in``."""
-
-    def made_anew_since(self, epoch: float) -> bool:
-        """Whether loaders that were made in ``epoch`` would have been made anew by now."""
-
-    def is_from_hook(self) -> bool:
-        """Whether a hook makes the training loaders, rather than that they were given to ``fit``."""
-
-    def is_given(self, loader: object) -> bool:
-        """Whether a loader is the very object that was given to ``fit``."""
-
-    @property
-    def sets_up(self) -> bool:
-        """Whether the loaders are being made, and not read yet."""
-
-    @property
-    def reading(self) -> bool:
-        """Whether the training loop reads from its loaders now."""
-
-
 class DataPosition:
     """This rank's place in its training data: tells it for a save, and guides the loaders to it after a resume.
 
     Args:
-        loop: the Trainer's training loop.
+        loops: the Trainer's training loop.
         rank: this rank.
         ranks: how many there are.
     """
 
-    def __init__(self, loop: Loop, rank: int, ranks: int) -> None:
-        self._loop = loop
+    def __init__(self, loops: Loops, rank: int, ranks: int) -> None:
+        self._loops = loops
         self.rank = rank
         self.ranks = ranks
         self._saved: dict[str, Any] | None = None
@@ -148,15 +95,15 @@ class DataPosition:
 
     @property
     def reading(self) -> bool:
-        return self._loop.reading
+        return self._loops.reading
 
     @property
     def reads_ahead(self) -> bool:
-        return self._loop.reads_ahead()
+        return self._loops.reads_ahead()
 
     @property
     def undecided(self) -> bool:
-        return self._loop.sets_up and self.exact()
+        return self._loops.sets_up and self.exact()
 
     def track(self, loader: Any) -> Any:
         """Track a training loader."""
@@ -173,13 +120,13 @@ class DataPosition:
 
     def state(self) -> dict[str, Any]:
         """For a save, at a step boundary."""
-        ahead = self._loop.batches_ahead()
-        tracks = [track_of(loader) for loader in self._loop.train_loaders()]
+        ahead = self._loops.batches_ahead()
+        tracks = [track_of(loader) for loader in self._loops.train_loaders()]
         loaders = [found.position(ahead) if found is not None else None for found in tracks]
         return {
             "loaders": loaders,
-            "cycled": self._loop.cycled(),
-            "reloaded_in": self._loop.reloaded_in(),
+            "cycled": self._loops.cycled,
+            "reloaded_in": self._loops.reloaded_in,
             "shared_seed": self.shared_seed,
         }
 
@@ -208,29 +155,29 @@ class DataPosition:
 
     def position_of(self, loader: object) -> Position | None:
         """Where ``loader`` begins: in the middle of the epoch, or at the start of one with what lasts over epochs."""
-        loaders = self._loop.train_loaders()
+        loaders = self._loops.train_loaders()
         place = next((index for index, other in enumerate(loaders) if other is loader), None)
         saved = self._saved["loaders"] if self._saved is not None and self.exact() else []
         position = saved[place] if place is not None and place < len(saved) else None
         if position is None or not self._begins_an_epoch:
             return position
         position = {**position, "count": 0, "passes": 0, "offset": 0, "ended_at": position["count"]}
-        anew = self._saved is not None and self._loop.made_anew_since(self._saved["reloaded_in"])
-        if not anew or self._loop.is_given(loader):
+        anew = self._saved is not None and self._loops.made_anew_since(self._saved["reloaded_in"])
+        if not anew or self._loops.is_given(loader):
             return position
         fresh: dict[str, Any] = {"own": None, "workers": {}}
-        return {**position, **fresh, **({"generators": []} if self._loop.is_from_hook() else {})}
+        return {**position, **fresh, **({"generators": []} if self._loops.is_from_hook() else {})}
 
     def epoch_begins(self) -> None:
         """The first epoch of this process is about to begin, with loaders that were made in it."""
-        if self._saved is not None and self.exact() and not self._loop.made_anew_since(self._saved["reloaded_in"]):
-            self._loop.set_reloaded_in(self._saved["reloaded_in"])
+        if self._saved is not None and self.exact() and not self._loops.made_anew_since(self._saved["reloaded_in"]):
+            self._loops.reloaded_in = self._saved["reloaded_in"]
 
     def begun(self) -> None:
         """The first batch is about to be read: make the iterators, where they begin."""
         if self._saved is not None:
-            self._loop.leave_finished_epoch()
-        self._begins_an_epoch = self._loop.at_epoch_start()
+            self._loops.leave_finished_epoch()
+        self._begins_an_epoch = self._loops.at_epoch_start()
         exact = self.exact()
         if self._saved is not None and not self._begins_an_epoch:
             if exact:
@@ -238,14 +185,14 @@ class DataPosition:
             else:
                 self._begin_anew("the place in these cannot be followed")
         if exact:
-            self._loop.begin_reading()
+            self._loops.begin_reading()
             if self._saved is not None and not self._begins_an_epoch:
-                self._loop.set_cycled(self._saved["cycled"])
+                self._loops.cycled = self._saved["cycled"]
         self._saved = None
 
     def _deal_anew(self, saved: dict[str, Any]) -> None:
         """Where ranks or batches are others than they were, deal out what is left of the epoch."""
-        loaders, positions = self._loop.train_loaders(), saved["loaders"]
+        loaders, positions = self._loops.train_loaders(), saved["loaders"]
         tracks = [track_of(loader) for loader in loaders]
         if len(positions) != len(loaders) or any(position is None for position in positions):
             self._begin_anew("there are others than there were")
@@ -268,7 +215,7 @@ class DataPosition:
         saved["loaders"] = [dealt]
         if not same:
             before, now = (share["ranks"] * share["batch_size"] for share in (positions[0]["share"], shares[0]))
-            self._loop.go_to_batch(dealt["offset"] // now, batches(dealt["part"], shares[0]))
+            self._loops.go_to_batch(dealt["offset"] // now, batches(dealt["part"], shares[0]))
             self._tell_of_other_batches(dealt["offset"], before, now)
 
     @staticmethod
@@ -281,14 +228,14 @@ class DataPosition:
 
     def _begin_anew(self, why: str) -> None:
         """Read the whole epoch again, rather than leave out its end."""
-        kinds = ", ".join(type(loader).__name__ for loader in self._loop.train_loaders())
+        kinds = ", ".join(type(loader).__name__ for loader in self._loops.train_loaders())
         rank_zero_warn(f"The epoch that was interrupted begins anew, at its first batch, for {kinds}: {why}.")
-        self._loop.go_to_batch(0, -1)
+        self._loops.go_to_batch(0, -1)
         self._begins_an_epoch = True
 
     def exact(self) -> bool:
         """Whether every training loader continues at the right batch."""
-        loaders = self._loop.train_loaders()
+        loaders = self._loops.train_loaders()
         return all(track_of(loader) is not None for loader in loaders) and len({*map(id, loaders)}) == len(loaders)
 
 

@@ -1,7 +1,7 @@
 """The doorway into Lightning: where we take the place of its methods, and every private name that this needs.
 
-``PRIVATE_NAMES`` lists every private name of Lightning and torch that this package relies on, here and in ``data``,
-``order``, ``logged`` and ``callback``; a test fails when one moves.
+``PRIVATE_NAMES`` lists every private name of Lightning and torch that this package relies on, here and in ``loops``,
+``data``, ``order``, ``logged`` and ``callback``; a test fails when one moves.
 
 ``FSDPStrategy`` and ``ModelParallelStrategy`` never call a CheckpointIO, and the others call it on rank 0 only, so a
 plugin cannot do this work.  What works for all of them is to override a handful of methods on the strategy *instance*
@@ -15,23 +15,21 @@ import math
 import os
 import signal
 import warnings
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Any
 
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_flatten
 
 PRIVATE_NAMES = (
     "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.resume_start",
@@ -118,9 +116,6 @@ class Doorway:
         self.trainer = trainer
         self.strategy = trainer.strategy
         self.connector = trainer._checkpoint_connector
-        self.sets_up = False
-        self._reading = False
-        self._watched: Any = None
         self._batches_that_stepped: int | None = None
         self._steps_by_hand = StepsByHand()
         self._before_steps: BeforeSteps | None = None
@@ -136,7 +131,6 @@ class Doorway:
         self._steps_by_hand.close()
         if self._before_steps is not None:
             self._before_steps.close()
-        self._unwatch()
         for owner, name in self._replaced:
             with suppress(AttributeError):
                 delattr(owner, name)
@@ -358,145 +352,6 @@ class Doorway:
 
         self.replace(fit_loop, "on_advance_start", make)
 
-    def train_loaders(self) -> list[Any]:
-        """The training loaders, in their order."""
-        combined = self.trainer.fit_loop._combined_loader
-        return list(combined.flattened) if combined is not None else []
-
-    def batches_ahead(self) -> int:
-        """How many batches the fit loop has read and not trained on."""
-        fit_loop = self.trainer.fit_loop
-        fetched = fit_loop._data_fetcher.fetched if fit_loop._data_fetcher is not None else 0
-        progress: Any = fit_loop.epoch_loop.batch_progress.current
-        return max(fetched - int(progress.processed), 0)
-
-    def reads_ahead(self) -> bool:
-        """Whether one more batch is read than is trained on, to know which is the last."""
-        fetcher = self.trainer.fit_loop._data_fetcher
-        return fetcher is not None and fetcher.length is None
-
-    def cycled(self) -> list[bool]:
-        """Which loaders have been through at least once in this epoch, where shorter ones are cycled."""
-        combined = self.trainer.fit_loop._combined_loader
-        return list(getattr(getattr(combined, "_iterator", None), "_consumed", ()))
-
-    def reloaded_in(self) -> float:
-        """The epoch in which the training loaders were made."""
-        return self.trainer.fit_loop._last_train_dl_reload_epoch
-
-    def set_reloaded_in(self, epoch: float) -> None:
-        """Undo ``reloaded_in``."""
-        self.trainer.fit_loop._last_train_dl_reload_epoch = epoch
-
-    def made_anew_since(self, epoch: float) -> bool:
-        """Whether loaders that were made in ``epoch`` would have been made anew by now."""
-        every: int = self.trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set by Lightning
-        return bool(every) and self.trainer.current_epoch - epoch >= every
-
-    def is_from_hook(self) -> bool:
-        """Whether the training loaders come from a hook of the model or DataModule, rather than from ``fit``."""
-        return bool(self.trainer.fit_loop._data_source.is_module())
-
-    def is_given(self, loader: object) -> bool:
-        """Whether a loader is the very object that was given to ``fit``, not one that Lightning made from it."""
-        given = self.trainer.fit_loop._data_source.instance
-        return any(loader is leaf for leaf in tree_flatten(getattr(given, "iterables", given))[0])
-
-    def set_cycled(self, cycled: list[bool]) -> None:
-        """Undo ``cycled``."""
-        combined = self.trainer.fit_loop._combined_loader
-        iterator: Any = getattr(combined, "_iterator", None)
-        if cycled and hasattr(iterator, "_consumed"):
-            iterator._consumed = list(cycled)
-
-    def at_epoch_start(self) -> bool:
-        """Whether the next training batch is the first of an epoch."""
-        progress = self.trainer.fit_loop.epoch_loop.batch_progress
-        return bool(progress.current.ready == 0)
-
-    def watch_set_up(self) -> None:
-        """Let ``sets_up`` tell whether the training loaders are being made, and not read yet."""
-
-        def make(original: Callable[..., Any]) -> Callable[..., Any]:
-            def setup_data(*args: Any, **kwargs: Any) -> Any:
-                self.sets_up = True
-                try:
-                    return original(*args, **kwargs)
-                finally:
-                    self.sets_up = False
-                    self._watch_reading()
-
-            return setup_data
-
-        self.replace(self.trainer.fit_loop, "setup_data", make)
-
-    def go_to_batch(self, done: int, left: int) -> None:
-        """Count as if ``done`` batches of this epoch had been trained on, or ``left`` were left, where all are read."""
-        fit_loop = self.trainer.fit_loop
-        total, everything = self.trainer.num_training_batches, [sized_len(one) for one in self.train_loaders()]
-        if left >= 0 and total != math.inf:
-            is_all = len(everything) == 1 and everything[0] == total
-            done = max(int(total) - left, 0) if is_all else min(done, int(total))
-        current: Any = fit_loop.epoch_loop.batch_progress.current
-        if fit_loop._data_fetcher is not None:
-            fit_loop._data_fetcher.fetched += done - current.ready
-        current.ready = current.started = current.processed = current.completed = done
-        fit_loop.epoch_loop.batch_progress.is_last_batch = False
-
-    def _watch_reading(self) -> None:
-        """Let ``reading`` tell whether it is the training loop that reads from its loaders."""
-        combined: Any = self.trainer.fit_loop._combined_loader
-        if combined is None or combined is self._watched:
-            return
-        cls, door = type(combined), self
-
-        def begin(loader: Any) -> Any:
-            with door._reads():
-                return cls.__iter__(loader)
-
-        def advance(loader: Any) -> Any:
-            with door._reads():
-                return cls.__next__(loader)
-
-        self._unwatch()
-        self._watched = combined
-        combined.__class__ = type(cls.__name__, (cls,), {"__iter__": begin, "__next__": advance})
-
-    def _unwatch(self) -> None:
-        if self._watched is not None:
-            self._watched.__class__ = type(self._watched).__mro__[1]
-            self._watched = None
-
-    @contextmanager
-    def _reads(self) -> Iterator[None]:
-        before, self._reading = self._reading, True
-        try:
-            yield
-        finally:
-            self._reading = before
-
-    @property
-    def reading(self) -> bool:
-        """Whether the training loop reads from its loaders now, or makes them."""
-        return self.sets_up or (self._reading and self.processes_training_data)
-
-    def leave_finished_epoch(self) -> None:
-        """Count from the start where the state was saved after the last batch of an epoch whose length nobody knew:
-        Lightning would look for more of it."""
-        fit_loop, loop = self.trainer.fit_loop, self.trainer.fit_loop.epoch_loop
-        if loop.batch_progress.is_last_batch and loop.batch_progress.current.ready and fit_loop.max_batches == math.inf:
-            loop.batch_progress.reset_on_run()
-            loop.scheduler_progress.reset_on_run()
-            loop.automatic_optimization.optim_progress.reset_on_run()
-            loop.val_loop.batch_progress.total.reset()
-
-    def begin_reading(self) -> None:
-        """Make the iterators of the training loaders, which at start-up were left empty."""
-        fit_loop, loop = self.trainer.fit_loop, self.trainer.fit_loop.epoch_loop
-        assert fit_loop._data_fetcher is not None
-        iter(fit_loop._data_fetcher)
-        fit_loop._data_fetcher.fetched += loop.batch_progress.current.ready
-
     @property
     def syncs_buffers(self) -> bool | None:
         """Whether DDP makes all ranks' buffers those of rank 0 in the next forward pass; None without DDP."""
@@ -511,11 +366,6 @@ class Doorway:
     def training(self) -> bool:
         """Whether the training loop is what runs now."""
         return self.fitting and bool(self.trainer.training)
-
-    @property
-    def processes_training_data(self) -> bool:
-        """Whether the loader that the strategy is handed now is for training."""
-        return self.fitting and self.trainer.state.stage == RunningStage.TRAINING
 
     def hush_inexact(self, exact: Callable[[], bool]) -> None:
         """Spare users Lightning's warning that their loaders cannot continue inside an epoch, where ours can."""

@@ -30,6 +30,7 @@ from lightning_resilience.errors import (
     SetupError,
 )
 from lightning_resilience.lookup import Lookup
+from lightning_resilience.loops import Loops
 from lightning_resilience.manifest import PINNED, Manifest, newest_first, outlined
 from lightning_resilience.memory import MemoryTier
 from lightning_resilience.objects import shown
@@ -87,7 +88,8 @@ class Session:
         self._finished: list[Save] = []
         self._users = 0
         self._doorway = Doorway(trainer)
-        self.data = DataPosition(self._doorway, self.ranks.rank, self.ranks.world_size)
+        self._loops = Loops(trainer)
+        self.data = DataPosition(self._loops, self.ranks.rank, self.ranks.world_size)
         self.resumption = Resumption(trainer, self.family, self.ranks, self._doorway, self.data, self.engine)
         self.lookup = Lookup(self.ranks, self._doorway, self.engine, left, self.folders, self.resumption.needs)
         self.capture = Capture(trainer, self.family, self.ranks, self._doorway, self.data, self._has_exact_data)
@@ -177,7 +179,7 @@ class Session:
         door.replace(door.connector, "resume_end", self._make_resume_end)
         if door.fitting:
             door.replace(door.strategy, "process_dataloader", self._make_process_dataloader)
-            door.watch_set_up()
+            door.replace(self.trainer.fit_loop, "setup_data", self._loops.make_setup_data)
             door.before_first_batch(self._before_first_batch)
             door.between_batches(self._tell_between_batches)
             door.before_weights_change(self.engine.finish_staging)
@@ -241,6 +243,7 @@ class Session:
     def _detach(self, abandoned: bool = False) -> None:
         self.lookup.close()
         self.preemption.close()
+        self._loops.close()
         self._doorway.close()
         self.data.close()
         self.ranks.close(abandoned)
@@ -358,7 +361,7 @@ class Session:
             loader = original(dataloader)
             return (
                 self.data.track(loader)
-                if self.resumption.exact_data and self._doorway.processes_training_data
+                if self.resumption.exact_data and self._loops.processes_training_data
                 else loader
             )
 
