@@ -618,7 +618,8 @@ def test_loggers_hear_of_each_commit(tmp_path: Path) -> None:
     for step, metrics in logger.heard:
         assert step is not None
         assert metrics["resilience/bytes"] > 1000
-        assert metrics["resilience/stall_seconds"] >= metrics["resilience/stage_seconds"] > 0
+        assert metrics["resilience/stall_seconds"] > 0
+        assert metrics["resilience/stage_seconds"] > 0
         assert 0 < metrics["resilience/goodput"] <= 1
         assert metrics["resilience/at_risk_steps"] >= 10
     quiet = Remembers()
