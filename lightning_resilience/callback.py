@@ -373,16 +373,16 @@ class ResilientCheckpoint(ModelCheckpoint):
         )
         self.dirpath = self._agree_on_folder(trainer, session)
         if self._storage_options is not None:
-            session.storage_options.append(self._storage_options)
+            session.lookup.storage_options.append(self._storage_options)
         tier = self._tier(self.dirpath)
-        session.remember(tier)
+        session.lookup.remember(tier)
         cold = RemoteTier(self.remote, self._storage_options) if self.remote is not None else None
         if stage == "fit":
             self._open(session, tier, cold)
-        place = session.place(tier, cold, find_out=True)
+        place = session.lookup.place(tier, cold, find_out=True)
         if last_is_wanted:
             siblings = self._sibling_folders(tier.root) if isinstance(tier, LocalTier) else []
-            session.resume_last.append((place, siblings))
+            session.lookup.resume_last.append((place, siblings))
 
     def _tier(self, dirpath: str) -> LocalTier | RemoteTier:
         """Where saves go to."""
@@ -412,7 +412,7 @@ class ResilientCheckpoint(ModelCheckpoint):
     @staticmethod
     def _check_places(session: Session, tier: LocalTier | RemoteTier, cold: RemoteTier | None) -> None:
         """Raise SetupError, on all ranks, where the places are not apart from each other and from other callbacks'."""
-        others = [other for place in session.places.values() for other in (place.tier, place.cold)]
+        others = [other for place in session.lookup.places.values() for other in (place.tier, place.cold)]
         taken = {identity(other) for other in others if other is not None}
         for argument, one in (("dirpath", tier), ("remote", cold)):
             if one is not None and identity(one) in taken:

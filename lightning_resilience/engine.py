@@ -54,21 +54,12 @@ from lightning_resilience.manifest import (
     Manifest,
     rank_file,
 )
+from lightning_resilience.planning import Plan, Planner, Prepared
 from lightning_resilience.ranks import Board, Ranks, attempt, raise_first
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.retention import Keep, Ranking
-from lightning_resilience.shards import (
-    FlatState,
-    GlobalPlan,
-    Layout,
-    State,
-    collector_paused,
-    lay_out,
-    metadata_bytes,
-    plan_locally,
-    share_out,
-)
-from lightning_resilience.slots import Slot, SlotMemory, dump_objects
+from lightning_resilience.shards import State, collector_paused
+from lightning_resilience.slots import Slot, dump_objects
 from lightning_resilience.staging import Staging
 from lightning_resilience.threads import give_way
 from lightning_resilience.tiers import LocalTier, Ready, is_there
@@ -176,39 +167,6 @@ class Committed:
 
 
 @dataclass
-class _Plan:
-    """What holds until the shape of the state changes on any rank."""
-
-    fingerprint: tuple[Any, ...]
-    layout: Layout
-    undescribed: Callable[[], bytes] | None
-    slots: list[Slot]
-    trained: frozenset[str]
-    turn: int = 0
-    _metadata: bytes = b""
-
-    def metadata(self) -> bytes:
-        """Content of ``.metadata``, made when it is first asked for, by the one thread that asks: with many tensors it
-        takes longer than all the rest."""
-        if self.undescribed is not None:
-            self._metadata, self.undescribed = self.undescribed(), None
-        return self._metadata
-
-    def next_slot(self) -> Slot:
-        self.turn += 1
-        return self.slots[self.turn % len(self.slots)]
-
-
-@dataclass
-class _Prepared:
-    """This rank's state, flattened, and its pickled objects where the plan has room for them."""
-
-    flat: FlatState
-    fingerprint: tuple[Any, ...]
-    objects: dict[str, bytes] | None
-
-
-@dataclass
 class _Job:
     """What the training thread hands to the background: the bytes of each file, or why there are none."""
 
@@ -253,16 +211,14 @@ class Engine:
         self.in_use: set[str] = set()
         self._protected: dict[Folder, Callable[[], Collection[str]]] = {}
         self.timeout = timeout
-        self._memory = SlotMemory(memory, ranks.rank)
-        self._plan: _Plan | None = None
-        self._unmapped: Slot | None = None  # the slot of the second save, whose pages the first one's thread maps
+        self._planner = Planner(ranks, memory)
         self._in_flight: Save | None = None
         self._staging: Staging | None = None  # of the save in flight, until the slot holds everything
         self.overlaps = True
         """Whether staging goes on behind the training thread where a save allows it."""
         self._attempts = 0
         self._finished: queue.SimpleQueue[Save] = queue.SimpleQueue()
-        self._jobs: queue.SimpleQueue[_Job | _Plan | Save | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._board: Board | None = None
         self._verdict: Verdict | None = None
@@ -297,7 +253,7 @@ class Engine:
 
     def belong_to(self, run: str) -> None:
         """Let what a kill leaves in memory be found by the next start of a run; see ``SlotMemory.belong_to``."""
-        self._memory.belong_to(run)
+        self._planner.belong_to(run)
 
     def protect(self, folder: Folder, names: Callable[[], Collection[str]]) -> None:
         """Ask ``names`` before each removal from a folder what must stay there, whatever its rule says."""
@@ -380,7 +336,7 @@ class Engine:
             if job.staging is None:
                 _tell_staged(save)
         save.stall = time.perf_counter() - begin
-        self._submit(job)
+        self._submit(partial(self._see_through, job))
         return save
 
     def finish_staging(self) -> None:
@@ -403,7 +359,7 @@ class Engine:
         Args:
             capture: gives the state, and no more than that has to be in it.
         """
-        if self._plan is not None or self.ranks.any_max(self.busy)[0]:
+        if self._planner.plan is not None or self.ranks.any_max(self.busy)[0]:
             return
         with collector_paused():
             snapshot = attempt(capture)
@@ -411,11 +367,13 @@ class Engine:
             if self.ranks.any_max(isinstance(prepared, BaseException))[0]:
                 return
             assert isinstance(snapshot, Snapshot)
-            assert isinstance(prepared, _Prepared)
+            assert isinstance(prepared, Prepared)
             try:
-                self._submit(self._replan(prepared, snapshot))
+                plan = self._planner.replan(prepared, snapshot.trained)
             except Exception as error:
                 log.warning("event=prepare error=%r", error)
+                return
+        self._submit(partial(self._finish, plan))
 
     def _stage(self, job: _Job, snapshot: Snapshot, overlap: bool) -> None:
         prepared = attempt(lambda: self._prepare(snapshot))
@@ -427,83 +385,37 @@ class Engine:
         if failed:
             job.dropped = True  # another rank says why
             return
-        if replan:
-            self._replan(prepared, snapshot)
-        assert self._plan is not None
-        slot = self._plan.next_slot()
+        plan = self._planner.replan(prepared, snapshot.trained) if replan else self._planner.plan
+        assert plan is not None
+        slot = plan.next_slot()
         begin = time.perf_counter()
-        objects = prepared.objects or dump_objects(self._plan.layout, prepared.flat) or {}
+        objects = prepared.objects or dump_objects(plan.layout, prepared.flat) or {}
         job.staging = self._staging = slot.fill(prepared.flat, objects, snapshot.still() if overlap else ())
         if job.staging is not None:
             job.staging.start()
         job.save.stage = time.perf_counter() - begin
         rank = self.ranks.rank
         job.slot = slot
-        job.parameters = slot.tensors(self._plan.trained)
-        for file, where in self._plan.layout.files(rank).items():
+        job.parameters = slot.tensors(plan.trained)
+        for file, where in plan.layout.files(rank).items():
             job.files[file] = slot.view()[where]
             if job.staging is not None:
                 job.ready[file] = partial(job.staging.await_below, base=slot.address + where.start)
         job.files[rank_file(rank)] = snapshot.rank_state
         if rank == 0:
             job.files[META] = snapshot.meta
-            job.metadata = self._plan.metadata
+            job.metadata = plan.metadata
 
-    def _prepare(self, snapshot: Snapshot) -> _Prepared:
-        """What can be done before the ranks know whether the plan still holds; no objects where it does not for this
-        one."""
+    def _prepare(self, snapshot: Snapshot) -> Prepared:
         if isinstance(snapshot.meta, Exception):
             raise snapshot.meta
-        flat = FlatState.of(snapshot.state)
-        identical = frozenset(snapshot.identical)
-        plan = self._plan
-        holds = plan is not None and plan.fingerprint[1] == identical and flat.matches(plan.fingerprint[0])
-        fingerprint = plan.fingerprint if plan is not None and holds else (flat.fingerprint(), identical)
-        objects = dump_objects(self._plan.layout, flat) if self._plan is not None and holds else None
-        return _Prepared(flat, fingerprint, objects)
+        return self._planner.prepare(snapshot.state, snapshot.identical)
 
-    def _replan(self, prepared: _Prepared, snapshot: Snapshot) -> _Plan:
-        """Share the state out anew and lay out this rank's part.  Fails on all ranks or on none."""
-        self._drop_plan()
-        prepared.objects = None
-        flat = prepared.flat
-        plans = self.ranks.gather(attempt(lambda: plan_locally(flat, snapshot.identical)))
-        shares: list[Any] | None = None
-        plan: GlobalPlan | BaseException | None = None
-        if plans is not None:
-            plan = attempt(lambda: _share_out_or_raise(plans))
-            shares = [plan] * len(plans) if isinstance(plan, BaseException) else list(plan.pieces)
-        mine = self.ranks.scatter(shares)
-        if isinstance(mine, BaseException):
-            raise mine
-
-        laid = attempt(lambda: self._allocate(lay_out(mine, flat), flat.is_on_cuda()))
-        everyone = self.ranks.gather(laid if isinstance(laid, BaseException) else laid[0].extents)
-        failed = [entry for entry in everyone or () if isinstance(entry, BaseException)]
-        failure = self.ranks.broadcast(failed[0] if failed else None)
-        if failure is not None:
-            if not isinstance(laid, BaseException):
-                _close(laid[1])
-            raise failure
-        assert not isinstance(laid, BaseException)
-        extents = [entry for entry in everyone or () if not isinstance(entry, BaseException)]
-        describe = partial(metadata_bytes, plan, extents) if isinstance(plan, GlobalPlan) else None
-        self._plan = _Plan(prepared.fingerprint, laid[0], describe, laid[1], frozenset(snapshot.trained()))
-        self._unmapped = laid[1][0]
-        return self._plan
-
-    def _allocate(self, layout: Layout, on_cuda: bool) -> tuple[Layout, list[Slot]]:
-        slots = self._memory.allocate(layout)
-        if on_cuda:
-            for slot in slots:
-                slot.pin()
-        return layout, slots
-
-    def _submit(self, job: _Job | _Plan) -> None:
+    def _submit(self, job: Callable[[], None]) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="resilience-persist", daemon=True)
             self._thread.start()
-        self._jobs.put(job)
+        self._jobs.put(partial(_guarded, job))
 
     def poll(self) -> list[Save]:
         """The saves that were committed or dropped since the last call, oldest first."""
@@ -518,7 +430,7 @@ class Engine:
         Call it once the news of the save is out: until then, what users know of must stay.
         """
         if save.folder.keep is not None and self.ranks.rank in save.folder.leaders and self._thread is not None:
-            self._jobs.put(save)
+            self._submit(partial(self._retain, save))
 
     def drain(self, seconds: float) -> bool:
         """Wait for the save under way, if any; whether it is done."""
@@ -546,56 +458,49 @@ class Engine:
             if done:
                 self._thread.join(timeout=30)
             self._thread = None
-        self._drop_plan(keep_memory)
-        self._memory.close(keep=keep_memory)
-
-    def _drop_plan(self, keep_memory: bool = False) -> None:
-        if self._plan is not None:
-            _close(self._plan.slots, keep_memory)
-            self._plan = None
+        self._planner.close(keep_memory=keep_memory)
 
     # -- the background thread ----------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            if isinstance(job, Save):
-                self._retain(job)
-                continue
-            if isinstance(job, _Plan):
-                self._map_rest()
-                try:
-                    job.metadata()
-                except Exception as error:
-                    log.warning("event=prepare error=%r", error)
-                continue
-            save = job.save
-            begin = time.perf_counter()
-            try:
-                committed = self._persist(job)
-            except BaseException as error:
-                self._failures[save.folder] = self.failures(save.folder) + 1
-                if job.staging is not None:
-                    job.staging.cancel()
-                    job.staging.wait(self.timeout)  # the next save has a staging of its own
-                job.release()
-                failure = _as_save_failed(error, save.step, self.ranks.rank)
-                if not save.staged.done():
-                    save.staged.set_exception(failure)
-                self._finished.put(save)
-                save.committed.set_exception(failure)
-            else:
-                self._failures[save.folder] = 0
-                job.release()
-                now = time.perf_counter()
-                save.persist, save.seconds = now - begin, now - save.began
-                self._finished.put(save)
-                save.committed.set_result(committed)
-                self._map_rest()
+            job()
 
-    def _map_rest(self) -> None:
-        if self._unmapped is not None:
-            self._unmapped.populate()
-            self._unmapped = None
+    def _finish(self, plan: Plan) -> None:
+        try:
+            self._planner.finish(plan)
+        except Exception as error:
+            log.warning("event=prepare error=%r", error)
+
+    def _see_through(self, job: _Job) -> None:
+        """Bring a save to its end, whichever that is, and tell of it."""
+        save, begin = job.save, time.perf_counter()
+        try:
+            committed = self._persist(job)
+        except BaseException as error:
+            self._give_up(job, _as_save_failed(error, save.step, self.ranks.rank))
+            return
+        self._failures[save.folder] = 0
+        job.release()
+        now = time.perf_counter()
+        save.persist, save.seconds = now - begin, now - save.began
+        self._finished.put(save)
+        save.committed.set_result(committed)
+        self._planner.map_rest()
+
+    def _give_up(self, job: _Job, failure: SaveFailed) -> None:
+        save = job.save
+        self._failures[save.folder] = self.failures(save.folder) + 1
+        try:
+            if job.staging is not None:
+                job.staging.cancel()
+                job.staging.wait(self.timeout)  # the next save has a staging of its own
+        finally:
+            job.release()
+            if not save.staged.done():
+                save.staged.set_exception(failure)
+            self._finished.put(save)
+            save.committed.set_exception(failure)
 
     def _look_at_staged(self, job: _Job) -> str | None:
         """Once the slot holds everything: the first parameter that is not finite.
@@ -757,23 +662,21 @@ class Engine:
         assert folder.keep is not None
         try:
             store.retain(folder.tier, folder.keep, folder.ranking, self.must_stay(folder), up_to=save.sequence)
-        except Exception as error:  # what comes after it in this thread has to be done all the same
+        except Exception as error:
             log.warning("event=retain folder=%s error=%r", folder.tier.where(), error)
 
 
-def _share_out_or_raise(plans: list[Any]) -> GlobalPlan:
-    raise_first(plans)
-    return share_out(plans)
+def _guarded(job: Callable[[], None]) -> None:
+    """Do a job of the background thread, so that those after it are done whatever becomes of it."""
+    try:
+        job()
+    except BaseException as error:
+        log.warning("event=background error=%r", error)
 
 
 def _tell_staged(save: Save) -> None:
     save.staged.set_result(None)
     points.reach("staged")
-
-
-def _close(slots: list[Slot], keep: bool = False) -> None:
-    for slot in slots:
-        slot.close(keep=keep)
 
 
 def _as_save_failed(error: BaseException, step: int, rank: int) -> SaveFailed:

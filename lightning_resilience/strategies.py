@@ -66,6 +66,10 @@ class Family(Protocol):
     def still(self, state: Mapping[str, Any]) -> frozenset[str]:
         """Flat keys of tensors that nothing but an optimizer's step changes, in training as it is meant to be."""
 
+    def trained(self, state: Mapping[str, Any]) -> frozenset[str]:
+        """Flat keys of the model's parameters and their moments: no buffers, which may be infinite (masks are), and no
+        frozen ones."""
+
     def files_to_read(self, reader: CheckpointReader) -> set[str]:
         """Names of the shard files that this rank's part is in, where a checkpoint ``loads_late``.  Collective."""
 
@@ -118,6 +122,13 @@ class PlainFamily:
         kept = {id(value) for one in optimizers for entry in one.state.values() for value in _values_of(entry)}
         model = {f"{self.prefix}.{name}" for name, value in state[self.prefix].items() if address_of(value) in owned}
         return frozenset(model | {key for key, value in _of_optimizers(state) if id(value) in kept})
+
+    def trained(self, state: Mapping[str, Any]) -> frozenset[str]:
+        frozen = {canonical(name) for name, parameter in self.module.named_parameters() if not parameter.requires_grad}
+        frozen |= {canonical(name) for name, _ in self.module.named_buffers()}
+        model = {f"{self.prefix}.{name}" for name in state[self.prefix] if canonical(name) not in frozen}
+        moments = {key for key, value in _of_optimizers(state) if isinstance(value, Tensor) and value.dim()}
+        return frozenset(model | moments)
 
     def files_to_read(self, reader: CheckpointReader) -> set[str]:
         return reader.files_for(self.model_state())

@@ -10,10 +10,12 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_resilience import engine as engine_module
+from lightning_resilience import planning
 from lightning_resilience.engine import Engine, Facts, Snapshot
+from lightning_resilience.errors import SaveFailed
 from lightning_resilience.ranks import Ranks
 from lightning_resilience.reader import CheckpointReader
+from lightning_resilience.staging import Staging
 from lightning_resilience.tiers import LocalTier
 from support import TinyModel, checkpoint_every, committed, data, make_trainer
 
@@ -28,13 +30,13 @@ def snapshot(**model: Any) -> Callable[[], Snapshot]:
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The keys of each plan that was made."""
     made: list[list[str]] = []
-    original = engine_module.plan_locally
+    original = planning.plan_locally
 
     def counted(flat: Any, identical: Any) -> Any:
         made.append(list(flat.values))
         return original(flat, identical)
 
-    monkeypatch.setattr(engine_module, "plan_locally", counted)
+    monkeypatch.setattr(planning, "plan_locally", counted)
     return made
 
 
@@ -107,3 +109,30 @@ def test_a_run_prepares_after_its_first_step_and_plans_no_more(
     assert planned == [(0, 0), *((step, 1) for step in range(1, 8))]
     assert len(plans) == 1
     assert any(key.startswith("optimizer_0") for key in plans[0]) is not weights_only
+
+
+def test_what_goes_wrong_in_the_background_ends_neither_its_thread_nor_the_saves_after_it(
+    tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("nobody expected this")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(planning.Planner, "map_rest", fails)
+        assert torch.equal(save(engine, tmp_path, snapshot(w=torch.zeros(3)))["w"], torch.zeros(3))
+        thread = engine._thread
+        assert torch.equal(save(engine, tmp_path, snapshot(w=torch.ones(3)))["w"], torch.ones(3))
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "_persist", fails)
+        patch.setattr(Staging, "wait", fails)
+        state = {"model": {"w": torch.full((3,), 2.0)}}
+        moving = Snapshot(state, (), b"meta", b"rank", still=lambda: {"model.w"})
+        started = engine.save(engine.open_folder(LocalTier(tmp_path)), "a.ckpt", FACTS, lambda: moving, overlap=True)
+        assert started is not None
+        with pytest.raises(SaveFailed, match="nobody expected this"):
+            started.wait(60)
+    assert torch.equal(save(engine, tmp_path, snapshot(w=torch.full((3,), 3.0)))["w"], torch.full((3,), 3.0))
+    assert engine._thread is thread
+    assert thread is not None
+    assert thread.is_alive()
+    assert "event=background error=RuntimeError('nobody expected this')" in caplog.text

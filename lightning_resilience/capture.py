@@ -1,0 +1,152 @@
+"""A Trainer's state as a ``Snapshot``: what of it is tensors, what is serialised at once, and what each rank has for
+itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_resilience import logged, run_state, trainer_state
+from lightning_resilience.data import DataPosition
+from lightning_resilience.doorway import Doorway
+from lightning_resilience.engine import Facts, Snapshot
+from lightning_resilience.errors import SaveFailed
+from lightning_resilience.manifest import WEIGHTS_ONLY
+from lightning_resilience.ranks import Ranks
+from lightning_resilience.reader import canonical
+from lightning_resilience.shards import PLAIN
+from lightning_resilience.strategies import Family, raw_optimizer
+
+
+class Capture:
+    """Takes the state of one Trainer on this rank, for saves.
+
+    Args:
+        trainer: the Trainer.
+        family: how its strategy's state is had.
+        ranks: the ranks that save together.
+        doorway: the way into Lightning.
+        data: where this rank is in its data.
+        exact_data: whether that is saved, as all callbacks of the Trainer have agreed by then.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        family: Family,
+        ranks: Ranks,
+        doorway: Doorway,
+        data: DataPosition,
+        exact_data: Callable[[], bool],
+    ) -> None:
+        self._trainer = trainer
+        self._family = family
+        self._ranks = ranks
+        self._doorway = doorway
+        self._data = data
+        self._exact_data = exact_data
+        self._checked_meta = False
+
+    def now(self, weights_only: bool, settled: bool) -> Snapshot:
+        """The Trainer's state as it is now; see ``snapshot``."""
+        return self.snapshot(self._doorway.dump_checkpoint(weights_only), settled)
+
+    def snapshot(self, checkpoint: dict[str, Any], settled: bool) -> Snapshot:
+        """Split a Trainer's checkpoint into tensors for DCP and the rest, which is serialised here and now.
+
+        Args:
+            checkpoint: as ``Trainer.save_checkpoint`` makes it.
+            settled: whether Lightning is between two batches, with nothing of the last one left to do.
+        """
+        state, rest = trainer_state.split(checkpoint, self._family.prefix)
+        meta: bytes | Exception = b""
+        if self._ranks.rank == 0:
+            meta = self._dump(rest)
+        _check_saveable(state)
+        identical = self._family.identical(state)
+        return Snapshot(
+            state,
+            identical,
+            meta,
+            run_state.to_bytes(self._of_this_rank(state, settled)),
+            lambda: self._family.trained(state),
+            lambda: self._family.still(state),
+        )
+
+    def tensors(self, weights_only: bool) -> Snapshot:
+        """What a plan is made from, and no more: the model, and the optimizers as they are once they have stepped."""
+        state: dict[str, Any] = {self._family.prefix: self._family.model_state()}
+        if not weights_only:
+            for index, optimizer in enumerate(self._trainer.optimizers):
+                state[f"optimizer_{index}"] = self.optimizer_state(optimizer)
+        return Snapshot(state, self._family.identical(state), b"", b"", lambda: self._family.trained(state))
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """In the place of ``Strategy.optimizer_state``."""
+        return self._family.optimizer_state(raw_optimizer(optimizer))
+
+    def facts(
+        self,
+        reason: str,
+        epoch: int,
+        metrics: Mapping[str, float],
+        weights_only: bool,
+        labels: tuple[str, ...] = (),
+        suspicion: str = "",
+        off_since: int | None = None,
+    ) -> Facts:
+        """What the manifest says of a save of the state as it is now."""
+        return Facts(
+            step=trainer_state.step_of(self._trainer),
+            epoch=epoch,
+            reason=reason,
+            strategy=type(self._trainer.strategy).__name__,
+            suspicion=suspicion,
+            labels=(*((WEIGHTS_ONLY,) if weights_only else ()), *labels),
+            metrics=metrics,
+            versions=trainer_state.VERSIONS,
+            off_since=off_since,
+        )
+
+    def _of_this_rank(self, state: Mapping[str, Any], settled: bool) -> dict[str, Any]:
+        """What this rank has for itself."""
+        own: dict[str, Any] = {**run_state.capture(), "settled": settled}
+        own["stop_is_wanted"] = self._doorway.stop_is_wanted
+        if self._doorway.training:
+            own["logged"] = logged.capture(self._trainer)
+        if self._ranks.rank:
+            names = {canonical(name) for name in state[self._family.prefix]}
+            own["buffers"] = run_state.own_buffers(self._trainer.lightning_module, names)
+        own["syncs_buffers"] = self._doorway.syncs_buffers
+        if self._exact_data():
+            own["data"] = self._data.state()
+        return own
+
+    def _dump(self, rest: Mapping[str, Any]) -> bytes | Exception:
+        """Serialise the rest.  What cannot be saved at all stops the run at its first save, before hours are at
+        stake; later on it costs that save."""
+        try:
+            meta = trainer_state.dump(rest)
+            if not self._checked_meta:
+                trainer_state.check_loads(meta)
+        except SaveFailed as error:
+            if not self._checked_meta:
+                raise
+            return error
+        self._checked_meta = True
+        return meta
+
+
+def _check_saveable(state: Mapping[str, Any]) -> None:
+    """Stop at the first save where a tensor has no plain memory to copy."""
+    for part in state.values():
+        for name, value in part.items():
+            if type(value) in PLAIN and (value.layout != torch.strided or value.is_quantized):
+                raise SaveFailed(
+                    f"{name} is a {'quantized' if value.is_quantized else value.layout} tensor, which cannot be saved.",
+                    stage="plan",
+                    hint="Keep it out of the state dict (persistent=False), or convert it in on_save_checkpoint.",
+                )

@@ -1,0 +1,173 @@
+"""The plan that saves follow: which rank writes what and where it lies, made once and used as long as it holds.
+
+::
+
+    prepare (each rank for itself)   does the plan still hold for the state as it is now?
+    replan  (all ranks together)     share the state out anew, lay out this rank's part, allocate its slots
+    finish  (behind the training)    map the slots' memory, describe the plan for ``.metadata``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from lightning_resilience.ranks import Ranks, attempt, raise_first
+from lightning_resilience.shards import (
+    FlatState,
+    GlobalPlan,
+    Layout,
+    State,
+    lay_out,
+    metadata_bytes,
+    plan_locally,
+    share_out,
+)
+from lightning_resilience.slots import Slot, SlotMemory, dump_objects
+
+Fingerprint = tuple[Any, ...]
+
+
+@dataclass
+class Plan:
+    """What holds until the shape of the state changes on any rank."""
+
+    fingerprint: Fingerprint
+    layout: Layout
+    undescribed: Callable[[], bytes] | None
+    slots: list[Slot]
+    trained: frozenset[str]
+    turn: int = 0
+    _metadata: bytes = b""
+
+    def metadata(self) -> bytes:
+        """Content of ``.metadata``, made when it is first asked for, by the one thread that asks: with many tensors it
+        takes longer than all the rest."""
+        if self.undescribed is not None:
+            self._metadata, self.undescribed = self.undescribed(), None
+        return self._metadata
+
+    def next_slot(self) -> Slot:
+        """The one that is not being written out."""
+        self.turn += 1
+        return self.slots[self.turn % len(self.slots)]
+
+    def close(self, *, keep: bool = False) -> None:
+        """Give the slots back; or ``keep`` their files for the process after this one."""
+        for slot in self.slots:
+            slot.close(keep=keep)
+
+
+@dataclass
+class Prepared:
+    """This rank's state, flattened, and its pickled objects where the plan has room for them."""
+
+    flat: FlatState
+    identical: frozenset[str]
+    fingerprint: Fingerprint
+    objects: dict[str, bytes] | None
+
+
+class Planner:
+    """The current plan of one rank, and the memory of its slots.
+
+    Args:
+        ranks: the ranks that save together.
+        memory: where slots are; see ``SlotMemory``.
+    """
+
+    def __init__(self, ranks: Ranks, memory: Any = "auto") -> None:
+        self._ranks = ranks
+        self._memory = SlotMemory(memory, ranks.rank)
+        self.plan: Plan | None = None
+        self._unmapped: Slot | None = None  # the slot of the second save, whose pages the first one's thread maps
+
+    def belong_to(self, run: str) -> None:
+        """Let what a kill leaves in memory be found by the next start of a run; see ``SlotMemory.belong_to``."""
+        self._memory.belong_to(run)
+
+    def prepare(self, state: State, identical: Collection[str]) -> Prepared:
+        """What can be done before the ranks know whether the plan still holds; no objects where it does not for this
+        one.
+
+        Args:
+            state: nested tensors and objects; this rank's part.
+            identical: flat keys of plain tensors that all ranks hold bit for bit.
+        """
+        flat, alike = FlatState.of(state), frozenset(identical)
+        plan = self.plan
+        if plan is not None and plan.fingerprint[1] == alike and flat.matches(plan.fingerprint[0]):
+            return Prepared(flat, alike, plan.fingerprint, dump_objects(plan.layout, flat))
+        return Prepared(flat, alike, (flat.fingerprint(), alike), None)
+
+    def replan(self, prepared: Prepared, trained: Callable[[], Collection[str]]) -> Plan:
+        """Share the state out anew and lay out this rank's part.  Collective; fails on all ranks or on none.
+
+        Args:
+            prepared: the state; its objects are not used any more.
+            trained: gives the flat keys of the parameters.
+        """
+        self._drop()
+        prepared.objects = None
+        flat = prepared.flat
+        plans = self._ranks.gather(attempt(lambda: plan_locally(flat, prepared.identical)))
+        shares: list[Any] | None = None
+        whole: GlobalPlan | BaseException | None = None
+        if plans is not None:
+            whole = attempt(lambda: _share_out_or_raise(plans))
+            shares = [whole] * len(plans) if isinstance(whole, BaseException) else list(whole.pieces)
+        mine = self._ranks.scatter(shares)
+        if isinstance(mine, BaseException):
+            raise mine
+
+        laid = attempt(lambda: self._allocate(lay_out(mine, flat), flat.is_on_cuda()))
+        everyone = self._ranks.gather(laid if isinstance(laid, BaseException) else laid[0].extents)
+        failed = [entry for entry in everyone or () if isinstance(entry, BaseException)]
+        failure = self._ranks.broadcast(failed[0] if failed else None)
+        if failure is not None:
+            if not isinstance(laid, BaseException):
+                for slot in laid[1]:
+                    slot.close()
+            raise failure
+        assert not isinstance(laid, BaseException)
+        layout, slots = laid
+        extents = [entry for entry in everyone or () if not isinstance(entry, BaseException)]
+        describe = partial(metadata_bytes, whole, extents) if isinstance(whole, GlobalPlan) else None
+        self.plan = Plan(prepared.fingerprint, layout, describe, slots, frozenset(trained()))
+        self._unmapped = slots[0]
+        return self.plan
+
+    def _allocate(self, layout: Layout, on_cuda: bool) -> tuple[Layout, list[Slot]]:
+        slots = self._memory.allocate(layout)
+        if on_cuda:
+            for slot in slots:
+                slot.pin()
+        return layout, slots
+
+    def map_rest(self) -> None:
+        """Map the memory that no save has touched yet.  On the thread behind the training."""
+        if self._unmapped is not None:
+            self._unmapped.populate()
+            self._unmapped = None
+
+    def finish(self, plan: Plan) -> None:
+        """Do what would make the first save slow.  On the thread behind the training."""
+        self.map_rest()
+        plan.metadata()
+
+    def close(self, *, keep_memory: bool = False) -> None:
+        """Give all memory back, or let the process after this one find it."""
+        self._drop(keep=keep_memory)
+        self._memory.close(keep=keep_memory)
+
+    def _drop(self, *, keep: bool = False) -> None:
+        if self.plan is not None:
+            self.plan.close(keep=keep)
+            self.plan = None
+
+
+def _share_out_or_raise(plans: list[Any]) -> GlobalPlan:
+    raise_first(plans)
+    return share_out(plans)
