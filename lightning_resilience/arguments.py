@@ -10,12 +10,15 @@ from datetime import timedelta
 
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_resilience.adaptive import AdaptiveSchedule
+from lightning_resilience.divergence import Rollback
 from lightning_resilience.errors import SetupError
 from lightning_resilience.manifest import EXTENSION, PARTIAL, REMOVED
 from lightning_resilience.objects import FsspecObjects, Objects, check_url, open_objects, shown
 from lightning_resilience.remote import RemoteTier
+from lightning_resilience.retention import Keep
 from lightning_resilience.schedule import EverySeconds, EverySteps, FirstOf, Never, Schedule, check_schedule
 from lightning_resilience.tiers import LocalTier, local_path
 
@@ -139,6 +142,42 @@ def check_filename(filename: str | None, callback: type[ModelCheckpoint]) -> Non
         callback._format_checkpoint_name(callback(), filename, example)
     except (ValueError, TypeError, KeyError, IndexError) as error:
         raise SetupError(f"filename={filename!r}: {error}.", hint="Try filename='{epoch}-{step}'.") from error
+
+
+def check_rollback(rollback: object, weights_only: bool, versions: bool) -> None:
+    """Raise SetupError unless there will be something to go back to."""
+    if rollback is None:
+        return
+    if not isinstance(rollback, Rollback):
+        raise SetupError(f"rollback={rollback!r} is not a Rollback.", hint="Try rollback=Rollback(patience=50).")
+    if weights_only or not versions:
+        why = "save_weights_only=True" if weights_only else "enable_version_counter=False"
+        raise SetupError(f"rollback= has nothing to go back to with {why}.", hint="Leave one of the two out.")
+
+
+def check_ranking(monitor: object, save_top_k: int, rules: Mapping[str, object]) -> None:
+    """Raise SetupError unless what ranks checkpoints has something to rank them by."""
+    if monitor is not None:
+        check_name("monitor", monitor, "the name of a metric")
+    check_number("save_top_k", save_top_k, least=-1, whole=True)
+    if monitor is None and save_top_k > 1:
+        raise SetupError(f"save_top_k={save_top_k} ranks checkpoints, but there is no monitor= to rank them by.")
+    for name, rule in rules.items():
+        if rule is not None and not isinstance(rule, Keep):
+            raise SetupError(f"{name}={rule!r} is not a retention rule.", hint="Use Keep(last=3).")
+        if rule is not None and rule.top_k and monitor is None:
+            raise SetupError(f"{name}={rule!r} ranks checkpoints, but there is no monitor= to rank them by.")
+
+
+def doubt_mode(monitor: str | None, mode: str) -> None:
+    """Warn where a score is kept at its lowest."""
+    if monitor is not None and mode == "min" and any(word in monitor.lower() for word in ("acc", "auroc", "f1")):
+        rank_zero_warn(f"monitor={monitor!r} looks like a score where more is better, but mode='min' keeps the lowest.")
+
+
+def check_name(name: str, value: object, what: str) -> None:
+    if not isinstance(value, str) or not value:
+        raise SetupError(f"{name}={value!r} is not {what}.")
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

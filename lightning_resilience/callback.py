@@ -39,8 +39,12 @@ from lightning_resilience.arguments import (
     check_choice,
     check_dirpath,
     check_filename,
+    check_name,
     check_number,
+    check_ranking,
     check_remote,
+    check_rollback,
+    doubt_mode,
     identity,
     the_schedule,
 )
@@ -210,7 +214,6 @@ class ResilientCheckpoint(ModelCheckpoint):
             check_number("grace_seconds", grace_seconds, least=0.001)
         if max_attempts is not None:
             check_number("max_attempts", max_attempts, least=1, whole=True)
-        check_number("save_top_k", save_top_k, least=-1, whole=True)
         for name, flag in (
             ("exact_data", exact_data),
             ("log_metrics", log_metrics),
@@ -219,24 +222,11 @@ class ResilientCheckpoint(ModelCheckpoint):
             ("save_on_exception", save_on_exception),
         ):
             check_choice(name, flag, (True, False))
-        if rollback is not None and not isinstance(rollback, Rollback):
-            raise SetupError(f"rollback={rollback!r} is not a Rollback.", hint="Try rollback=Rollback(patience=50).")
-        if rollback is not None and (save_weights_only or not enable_version_counter):
-            why = "save_weights_only=True" if save_weights_only else "enable_version_counter=False"
-            raise SetupError(f"rollback= has nothing to go back to with {why}.", hint="Leave one of the two out.")
-        if not isinstance(loss_key, str) or not loss_key:
-            raise SetupError(f"loss_key={loss_key!r} is not a name in what training_step returns.")
-        if monitor is not None and (not isinstance(monitor, str) or not monitor):
-            raise SetupError(f"monitor={monitor!r} is not the name of a metric.")
+        check_rollback(rollback, save_weights_only, enable_version_counter)
+        check_name("loss_key", loss_key, "a name in what training_step returns")
         check_filename(filename, ModelCheckpoint)
         slots.check_memory(memory)
-        if monitor is None and save_top_k > 1:
-            raise SetupError(f"save_top_k={save_top_k} ranks checkpoints, but there is no monitor= to rank them by.")
-        for name, rule in (("keep", keep), ("remote_keep", remote_keep)):
-            if rule is not None and not isinstance(rule, Keep):
-                raise SetupError(f"{name}={rule!r} is not a retention rule.", hint="Use Keep(last=3).")
-            if rule is not None and rule.top_k and monitor is None:
-                raise SetupError(f"{name}={rule!r} ranks checkpoints, but there is no monitor= to rank them by.")
+        check_ranking(monitor, save_top_k, {"keep": keep, "remote_keep": remote_keep})
         self.schedule = the_schedule(schedule, every_n_train_steps, train_time_interval, every_n_epochs)
         super().__init__(
             dirpath=self._expanded_dirpath(),
@@ -275,10 +265,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         self._storage_options = storage_options
         self.remote_keep = self._the_keep(remote_keep) if remote_keep is not None else self.keep
         self.ranking = Ranking(monitor, mode) if monitor is not None else None
-        if monitor is not None and mode == "min" and any(word in monitor.lower() for word in ("acc", "auroc", "f1")):
-            rank_zero_warn(
-                f"monitor={monitor!r} looks like a score where more is better, but mode='min' keeps the lowest."
-            )
+        doubt_mode(monitor, mode)
         self._last_is_wanted = False
         self._reset()
 

@@ -8,6 +8,7 @@
     ├── CheckpointCorrupt      (OSError)            the manifest promises bytes that are not there
     ├── CheckpointIncompatible (ValueError)         whole, but for another model, format or purpose
     ├── CrashLoop              (RuntimeError)       every start crashes before it has a newer checkpoint
+    ├── Diverged               (RuntimeError)       the loss left its course for good
     ├── SaveFailed             (RuntimeError)       a save was dropped; the earlier checkpoints are untouched
     ├── TierUnavailable        (OSError)            storage cannot be reached or written
     ├── TierDenied             (PermissionError)    storage refuses these credentials or this path

@@ -13,6 +13,7 @@ import os
 import tempfile
 import uuid
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ class Lookup:
         self.max_attempts = math.inf
         """How many starts from one checkpoint may crash."""
         self._attempts: Attempts | None = None
+        self._reached = 0  # the last step that there is a checkpoint of which starts crashed from
         self._scratches: dict[LocalTier, tuple[Scratch, bool]] = {}
         """Folders for what is fetched, and whether this rank is the one to remove each."""
 
@@ -218,7 +220,7 @@ class Lookup:
         tried = self._tried_in_vain(places)
         search = find_last(self._ranks, places, self._needs, tried)
         if search.source is not None:
-            self._begin_attempt(search.source, [name for _, name in tried])
+            self._begin_attempt(search.source, [(places[index].tier, name) for index, name in tried])
             self._say(search.source, search.explain())
             return search.source
         if tried:
@@ -259,12 +261,14 @@ class Lookup:
             raise crash_loop(tiers, tried)
         return tried
 
-    def _begin_attempt(self, source: Source, passed_over: list[str]) -> None:
+    def _begin_attempt(self, source: Source, passed_over: list[tuple[LocalTier, str]]) -> None:
         """Count this start, until something shows that it was no crash."""
         is_lasting = source.tier not in self._scratches
         if self._ranks.rank == 0 and self._doorway.fitting and self.max_attempts < math.inf and is_lasting:
             self._attempts = Attempts(source.tier.root)
-            self._attempts.begin(source.name, passed_over)
+            self._attempts.begin(source.name, [name for _, name in passed_over])
+            known = [source.manifest, *(attempt(partial(store.read_manifest, *one)) for one in passed_over)]
+            self._reached = max((one.step for one in known if isinstance(one, Manifest)), default=0)
 
     def _say(self, source: Source, skipped: str) -> None:
         """One line that says what is resumed."""
@@ -311,9 +315,10 @@ class Lookup:
             self._memory.remove()
         self._ranks.any_max(0)
 
-    def succeeded(self) -> None:
-        """This start has come to something; not collective."""
-        if self._attempts is not None:
+    def succeeded(self, step: float = math.inf) -> None:
+        """This start has come to a ``step``, or to its end; not collective.  Steps that earlier ones have been through,
+        and that are saved once more, show nothing."""
+        if self._attempts is not None and step > self._reached:
             self._attempts.clear()
 
     def forgive(self) -> None:

@@ -71,7 +71,7 @@ class Decider:
     """
 
     wants_losses = False
-    """Whether losses are read from the device for it."""
+    """Whether it goes by losses."""
 
     def __init__(self, rule: Schedule) -> None:
         self.rule = rule

@@ -264,10 +264,8 @@ class Session:
         """The saves to a folder that ended since the last call."""
         for save in self.engine.poll():
             self._finished.append(save)
-            begun = self.resumption.resumed.manifest if self.resumption.resumed is not None else None
-            is_newer = begun is None or save.step > begun.step  # by hand, and at a start's end, steps are saved again
-            if save.committed.exception() is None and is_newer:
-                self.lookup.succeeded()
+            if save.committed.exception() is None:
+                self.lookup.succeeded(save.step)
             self.save_seconds = max(self.save_seconds, save.seconds)
         if not self._finished:
             return []

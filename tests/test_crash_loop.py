@@ -118,6 +118,34 @@ def test_a_commit_makes_attempts_count_anew(tmp_path: Path) -> None:
     assert whole_steps(tmp_path)[-1] == 9
 
 
+class EndsAt7(Ends):
+    """Crashes at one and the same step."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 7:
+            super().on_train_batch_start(trainer)
+
+
+def crashes_at_7(root: Path) -> list[int | str | None]:
+    a_run(root)
+    told: list[int | str | None] = []
+    while not isinstance(told[-1] if told else None, str):
+        witness = Witness(root, 2, keep=Keep(last=9))
+        try:
+            fit(root, settle(), witness, EndsAt7("exception"), steps=1000, resume="last")
+        except CrashLoop as error:
+            told.append(str(error))
+        except ZeroDivisionError:
+            told.append(witness.began)
+    return told
+
+
+def test_steps_that_are_saved_once_more_are_no_progress(tmp_path: Path) -> None:
+    *began, told = run_fork(crashes_at_7, tmp_path)
+    assert began == [6, 6, 6, 4, 6, 6, 6]
+    assert isinstance(told, str)
+
+
 def for_ever(root: Path) -> list[Any]:
     a_run(root)
     return lives(root, ["exception"] * 5, max_attempts=None)

@@ -74,6 +74,15 @@ def test_how_long_it_lasts_is_counted_while_it_is_not_back() -> None:
     assert course.off_since == 600
 
 
+@pytest.mark.parametrize("bad", [float("nan"), 100.0])
+def test_losses_that_are_off_now_and_then_are_a_break_in_how_long_it_lasts(bad: float) -> None:
+    noise = random.Random(0)
+    course = Course()
+    for step in range(2000):
+        course.see(bad if step > 200 and step % 10 < 1 + 4 * (step < 220) else 1.0 + noise.gauss(0, 0.05), step)
+        assert course.off_for < 15
+
+
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("before", [0, 3, 500])
 def test_a_loss_that_is_not_finite_is_off_course_at_once(bad: float, before: int) -> None:

@@ -338,6 +338,18 @@ def test_wall_time_of_a_job_with_auto_requeue_requeues_it_and_one_that_is_over_i
     assert told.wants_requeue
 
 
+@pytest.mark.parametrize("came", [(TERM, USR1), (USR1, TERM), (USR1,)])
+@pytest.mark.parametrize("elsewhere", [0, TERM])
+def test_signal_that_requeues_counts_whatever_comes_beside_it(came: tuple[int, ...], elsewhere: int) -> None:
+    told = Preemption(Ranks())
+    told.requeue_signal = USR1
+    for signum in came:
+        told._handle(signum, None)
+    told.agree(max(told.wanted(), elsewhere))
+    assert told.agreed == USR1
+    assert told.wants_requeue
+
+
 def run_out_of_time(root: Path) -> tuple[int, bool]:
     trainer = fit(root, Slow(), Witness(root, NEVER), steps=NEVER, max_time={"seconds": 1})
     stopped_at = trainer.global_step
