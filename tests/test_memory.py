@@ -487,6 +487,7 @@ def launched(root: Path, folder: Path) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_torchrun_starts_a_killed_rank_again_and_all_ranks_go_on_from_memory(tmp_path: Path, tmpfs: Path) -> None:
     main = tmp_path / "main.py"
     main.write_text(

@@ -601,7 +601,7 @@ def on_ranks(root: Path, name: str) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp2"])
+@pytest.mark.parametrize("name", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("ddp", "fsdp")), "fsdp2"])
 def test_ranks_go_back_together(tmp_path: Path, name: str) -> None:
     (steps, _), (others, _) = run_forks(on_ranks, tmp_path, name, world_size=2)
     assert steps == others
