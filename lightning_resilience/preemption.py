@@ -281,11 +281,12 @@ class Preemption:
         key = f"{self._ranks.session}/leaving"
         if self._notices is None:
             self._notices = self._ranks.board()
-        if self.deadline() < math.inf:
+        is_told = self.deadline() < math.inf  # asked once: a signal may come at any moment of this
+        if is_told:
             self._notices.put_once(key, True)
-        elif self._notices.has(key):
+        elif is_told := self._notices.has(key):
             self.hurry()
-        return self.deadline() < math.inf
+        return is_told
 
     @property
     def period(self) -> float:

@@ -125,6 +125,28 @@ def test_signal_on_one_rank_during_the_last_upload_ends_all_within_the_grace(tmp
     assert whole_steps(tmp_path) == [3]
 
 
+def test_signal_that_comes_while_a_rank_asks_whether_another_got_one_is_told_all_the_same() -> None:
+    class TwoRanks:
+        rank, world_size, session = 1, 2, "s"
+
+        def board(self) -> Any:
+            return self
+
+        def has(self, key: str) -> bool:
+            told._handle(TERM, None)
+            return False
+
+        def put_once(self, key: str, value: object) -> None:
+            written.append(key)
+
+    written: list[str] = []
+    told = Preemption(TwoRanks())  # type: ignore[arg-type]
+    told.grace = 2.0
+    told.leave_by()
+    told.leave_by()
+    assert written == ["s/leaving"]
+
+
 def two_folders(root: Path) -> tuple[list[str], list[str]]:
     others = Witness(root / "second", 5)
     preempted(root, Sent("on_after_backward", ranks=[1]), others, ranks=2, accumulate_grad_batches=3)
