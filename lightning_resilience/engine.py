@@ -121,6 +121,14 @@ class Folder:
     link: str | None = None
     remote_keep: Keep | None = None
 
+    def lead_to(self, name: str) -> None:
+        """Let the link, where there is one, point to a checkpoint.  For leaders; a link is worth no failed save."""
+        if self.link is not None:
+            try:
+                self.tier.point(self.link, name)
+            except OSError as error:
+                log.warning("event=link folder=%s error=%r", self.tier.where(), error)
+
 
 @dataclass
 class Save:
@@ -564,11 +572,8 @@ class Engine:
                 if failure is error:
                     raise
                 raise failure from error
-        if leads and save.folder.link is not None and outline.health == HEALTHY:
-            try:
-                tier.point(save.folder.link, name)
-            except OSError as error:
-                log.warning("event=link folder=%s error=%r", tier.where(), error)
+        if leads and outline.health == HEALTHY:
+            save.folder.lead_to(name)
         known = whole if whole is not None else outline
         return Committed(tier.path(name) if isinstance(tier, LocalTier) else tier.where(name), known)
 

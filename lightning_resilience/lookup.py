@@ -278,12 +278,7 @@ class Lookup:
             log.info("event=resume step=%d from=%s %s ranks=%d%s", step, source.path, _origin(source), size, note)
 
     def open_again(self, tier: LocalTier | RemoteTier, name: str, copies: Mapping[str, Manifest]) -> Source:
-        """A checkpoint of a tier that callbacks have; see ``Session.roll_back``.
-
-        Args:
-            tier: where it is, or is brought to.
-            name: of it.
-            copies: what it is called behind a URL, where there is no folder that has it.
+        """The checkpoint that a run is to be taken back to, made whole; see ``Session.roll_back`` for the arguments.
 
         Raises:
             CheckpointCorrupt: it is damaged.

@@ -406,11 +406,8 @@ class Session:
         link leads to the ``newest`` that is left."""
         if self.ranks.rank not in folder.leaders:
             return
-        if left and newest is not None and folder.link is not None:
-            try:
-                folder.tier.point(folder.link, newest)
-            except OSError as error:
-                log.warning("event=link folder=%s error=%r", folder.tier.where(), error)
+        if left and newest is not None:
+            folder.lead_to(newest)
         for name in newest_first(left):
             manifest = left[name]
             try:
