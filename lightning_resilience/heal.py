@@ -35,6 +35,7 @@ def make_whole(
     save: str | None = None,
     copies: Mapping[str, Manifest] | None = None,
     needs: Needs | None = None,
+    reading_checks: bool = False,
 ) -> Source:
     """Check every byte of a checkpoint, each file by one rank of each folder, and bring every folder what its ranks
     need, with the bytes of another folder or of the cold tier.  Collective.
@@ -50,6 +51,8 @@ def make_whole(
         save: which save is meant; the one that the lowest rank has under that name if None.
         copies: its copies in the cold tier, by their names there.
         needs: tells what this rank reads; all of it if None.
+        reading_checks: shard files that are there are only checked for their size, and left to be digested while they
+            are read: ``Source.unchecked``.
 
     Raises:
         CheckpointCorrupt: a file is damaged or missing everywhere; on all ranks.
@@ -67,9 +70,10 @@ def make_whole(
     spot = spots[place.sharing[0]]
     assert isinstance(spot, _Spot)
     spot = replace(spot, manifest=spot.manifest or manifest)
-    recalled = _recall(ranks, place.memory, manifest)
+    by_size = {entry.path for entry in manifest if reading_checks and entry.path.endswith(SHARD)}
+    recalled, unchecked = _recall(ranks, place.memory, manifest, by_size)
     source = Source(tier, spot.work, spot.manifest, copies=tuple(copies or ()), in_memory=recalled[ranks.rank])
-    found = _look(ranks, place, source, recalled)
+    found = _look(ranks, place, source, recalled, by_size)
     if (lost := found.lost) and not copies:
         raise CheckpointCorrupt(f"{name} is damaged: {'; '.join(lost.values())}.", problems=tuple(lost.values()))
     with ExitStack() as held:
@@ -81,7 +85,9 @@ def make_whole(
             mine &= _needed(ranks, place, manifest, lambda: needs(source))
         fetched += _bring(ranks, place, source, found, mine)
         raise_first(ranks.gathered(lambda: spot.finish(tier) if leads else None))
-    return replace(source, name=spot.name, fetched=sum(ranks.all_gather(fetched)), **found.origins(manifest))
+    source = replace(source, name=spot.name, fetched=sum(ranks.all_gather(fetched)), **found.origins(manifest))
+    unchecked |= {source.home(entry.path): entry for entry in manifest if entry.path in found.unchecked}
+    return replace(source, unchecked=unchecked, is_checked=not by_size)
 
 
 def read_by_leaders(
@@ -157,26 +163,30 @@ def _spot(tier: LocalTier, name: str, manifest: Manifest) -> _Spot:
     return _Spot(free, f"{free}{PARTIAL}{uuid.uuid4().hex[:12]}-0", alone)
 
 
-def _recall(ranks: Ranks, tier: MemoryTier | None, manifest: Manifest) -> list[Mapping[str, Path]]:
+def _recall(
+    ranks: Ranks, tier: MemoryTier | None, manifest: Manifest, by_size: Collection[str]
+) -> tuple[list[Mapping[str, Path]], dict[Path, FileEntry]]:
     """Where each rank finds files of a checkpoint, whole, in the memory of its node; read by one of its ranks each.
-    Collective."""
+    And which of them, checked ``by_size`` alone, are this rank's to digest.  Collective."""
+    nothing: list[Mapping[str, Path]] = [{}] * ranks.world_size
     if tier is None:
-        return [{}] * ranks.world_size
+        return nothing, {}
     claims = tier.claims(manifest)
     everyone = ranks.all_gather((tier.node, frozenset(claims)))
     if not any(files for _, files in everyone):
-        return [{}] * ranks.world_size
+        return nothing, {}
     neighbours = [rank for rank, (node, _) in enumerate(everyone) if node == tier.node]
     mine = {}
     for entry in manifest:
         able = [rank for rank in neighbours if entry.path in everyone[rank][1]]
         if able and able[entry.rank % len(able)] == ranks.rank:
-            mine[entry.path] = memory.whole(entry, claims[entry.path])
+            mine[entry.path] = memory.whole(entry, claims[entry.path], by_size=entry.path in by_size)
     checked = ranks.all_gather({file: path for file, path in mine.items() if path is not None})
     of_nodes: dict[tuple[object, ...], dict[str, Path]] = {}
     for (node, _), files in zip(everyone, checked, strict=True):
         of_nodes.setdefault(node, {}).update(files)
-    return [of_nodes[node] for node, _ in everyone]
+    unchecked = {path: entry for entry in manifest if entry.path in by_size and (path := mine.get(entry.path))}
+    return [of_nodes[node] for node, _ in everyone], unchecked
 
 
 @dataclass(frozen=True)
@@ -189,14 +199,14 @@ class _Some:
     are_the_others: bool
 
     @classmethod
-    def of(cls, chosen: set[int], among: range) -> _Some:
+    def of(cls, chosen: set[int], among: Sequence[int]) -> _Some:
         """``chosen`` out of ``among``."""
         others = [number for number in among if number not in chosen]
         if len(others) < len(chosen):
             return cls(tuple(others), True)
         return cls(tuple(chosen), False)
 
-    def out_of(self, among: range) -> Iterable[int]:
+    def out_of(self, among: Sequence[int]) -> Iterable[int]:
         """Which of ``among`` they are."""
         return set(among).difference(self.numbers) if self.are_the_others else self.numbers
 
@@ -218,7 +228,7 @@ def _needed(ranks: Ranks, place: Place, manifest: Manifest, needs: Callable[[], 
 class _Found:
     """Where the files of a checkpoint are: of each, a rank ``holding`` it whole, in its folder or in memory; those that
     this rank's folder is ``lacking``, those that nobody has (``lost``), and why not; whether each folder has them all;
-    and which are read ``in_memory``, which in a folder."""
+    which are read ``in_memory``, which in a folder; and those in its folder that this rank has yet to digest."""
 
     holding: dict[str, int] = field(default_factory=dict)
     lacking: set[str] = field(default_factory=set)
@@ -226,6 +236,7 @@ class _Found:
     is_everywhere: bool = True
     in_memory: set[str] = field(default_factory=set)
     in_folders: set[str] = field(default_factory=set)
+    unchecked: set[str] = field(default_factory=set)
 
     def origins(self, manifest: Manifest) -> dict[str, Any]:
         """What a ``Source`` says of where its files are read."""
@@ -246,8 +257,15 @@ class _Checked:
     damaged: dict[str, str]
 
 
-def _look(ranks: Ranks, place: Place, source: Source, recalled: Sequence[Mapping[str, Path]]) -> _Found:
-    """Check the files of a checkpoint in every folder, shared out over the ranks that share it.  Collective.
+def _look(
+    ranks: Ranks,
+    place: Place,
+    source: Source,
+    recalled: Sequence[Mapping[str, Path]],
+    by_size: Collection[str] = (),
+) -> _Found:
+    """Check the files of a checkpoint in every folder, shared out over the ranks that share it, some ``by_size`` alone.
+    Collective.
 
     What all of them read in memory is not read in the folder, which must have it all the same: memory goes.
     """
@@ -258,12 +276,13 @@ def _look(ranks: Ranks, place: Place, source: Source, recalled: Sequence[Mapping
         return all(file in recalled[rank] for rank in sharing)
 
     def problem_of(entry: FileEntry) -> str | None:
-        if not is_recalled(entry.path, place.sharing):
-            return store.content_problem(source.tier, source.name, entry)
-        return None if place.passing else store.size_problem(source.tier, source.name, entry)
+        if is_recalled(entry.path, place.sharing):
+            return None if place.passing else store.size_problem(source.tier, source.name, entry)
+        check = store.size_problem if entry.path in by_size else store.content_problem
+        return check(source.tier, source.name, entry)
 
     def check() -> _Checked:
-        mine = range(place.sharing.index(ranks.rank), len(files), len(place.sharing))
+        mine = _shared_out(files, place.sharing)[ranks.rank]
         problems = {number: problem for number in mine if (problem := problem_of(files[number])) is not None}
         damaged = {files[number].path: why for number, why in problems.items() if why != store.missing(files[number])}
         return _Checked(leader, _Some.of(set(mine).difference(problems), mine), damaged)
@@ -280,10 +299,12 @@ def _look(ranks: Ranks, place: Place, source: Source, recalled: Sequence[Mapping
             found.in_memory.add(file)
     for folder, sharing in folders.items():
         whole: set[str] = set()
-        for index, rank in enumerate(sharing):
-            share = range(index, len(files), len(sharing))
-            whole |= {files[number].path for number in told[rank].whole.out_of(share)}
+        for rank, share in _shared_out(files, sharing).items():
+            of_rank = {files[number].path for number in told[rank].whole.out_of(share)}
+            whole |= of_rank
             damaged |= told[rank].damaged
+            if rank == ranks.rank:
+                found.unchecked = {file for file in of_rank.intersection(by_size) if not is_recalled(file, sharing)}
         for file in whole:
             found.holding.setdefault(file, folder)
             if not is_recalled(file, sharing):
@@ -294,6 +315,15 @@ def _look(ranks: Ranks, place: Place, source: Source, recalled: Sequence[Mapping
     nobody = [entry for entry in files if entry.path not in found.holding]
     found.lost = {entry.path: damaged.get(entry.path, store.missing(entry)) for entry in nobody}
     return found
+
+
+def _shared_out(files: Sequence[FileEntry], sharing: Sequence[int]) -> dict[int, list[int]]:
+    """The numbers of the files that each of the ranks which share a folder checks: those that it reads itself, as long
+    as the ranks are those that wrote them."""
+    shares: dict[int, list[int]] = {rank: [] for rank in sharing}
+    for number, entry in enumerate(files):
+        shares[sharing[entry.rank % len(sharing)]].append(number)
+    return shares
 
 
 def _bring(ranks: Ranks, place: Place, source: Source, found: _Found, files: Collection[str]) -> int:

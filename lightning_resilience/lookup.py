@@ -32,7 +32,7 @@ from lightning_resilience.objects import Stat
 from lightning_resilience.places import Needs, Place, Source
 from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.remote import RemoteTier
-from lightning_resilience.resume import find_last, open_explicit, open_with_copies
+from lightning_resilience.resume import Search, find_last, open_explicit, open_with_copies
 from lightning_resilience.scratch import Scratch
 from lightning_resilience.tiers import LocalTier, local_path
 
@@ -77,6 +77,8 @@ class Lookup:
         """Whether a run starts over where none of its checkpoints can be restored."""
         self.max_attempts = math.inf
         """How many starts from one checkpoint may crash."""
+        self._searched: list[Place] = []
+        self._found: Search | None = None
         self._attempts: Attempts | None = None
         self._reached = 0  # the last step that there is a checkpoint of which starts crashed from
         self._scratches: dict[LocalTier, tuple[Scratch, bool]] = {}
@@ -134,7 +136,9 @@ class Lookup:
     def choose(self, checkpoint_path: Any) -> Source | str | None:
         """What to load: a checkpoint of ours, a path for stock Lightning to load, or nothing."""
         if self._ranks.any_max(bool(self.resume_last))[0]:
-            source = self._newest(self._places_to_search())
+            self._searched = self._places_to_search()
+            # Where there may be nothing to go on from in the end, the model must not have been touched.
+            source = self._newest(self._searched, reading_checks=self._doorway.fitting and not self.starts_over)
             if isinstance(source, Source):
                 return source
             if source is not None:
@@ -216,12 +220,18 @@ class Lookup:
             self._memory.look_for(identity(LocalTier(path)))
         return places + [self.place(LocalTier(path)) for path in others if Path(path) not in known]
 
-    def _newest(self, places: list[Place]) -> Source | str | None:
+    def choose_checked(self) -> Source:
+        """The newest checkpoint, every byte of it checked, now that what was chosen turned out to be damaged."""
+        source = self._newest(self._searched, reading_checks=False)
+        assert isinstance(source, Source)  # or there would be an error
+        return source
+
+    def _newest(self, places: list[Place], *, reading_checks: bool) -> Source | str | None:
         tried = self._tried_in_vain(places)
-        search = find_last(self._ranks, places, self._needs, tried)
+        search = find_last(self._ranks, places, self._needs, tried, reading_checks=reading_checks)
         if search.source is not None:
             self._begin_attempt(search.source, [(places[index].tier, name) for index, name in tried])
-            self._say(search.source, search.explain())
+            self._found = search
             return search.source
         if tried:
             raise crash_loop([place.tier for place in places], tried)
@@ -270,12 +280,14 @@ class Lookup:
             known = [source.manifest, *(attempt(partial(store.read_manifest, *one)) for one in passed_over)]
             self._reached = max((one.step for one in known if isinstance(one, Manifest)), default=0)
 
-    def _say(self, source: Source, skipped: str) -> None:
-        """One line that says what is resumed."""
-        if self._ranks.rank == 0 and source.manifest is not None:
-            step, size = source.manifest.step, self._ranks.world_size
+    def say(self) -> None:
+        """One line that says which checkpoint was searched for and loaded, if any was."""
+        source = self._found.source if self._found is not None else None
+        if self._ranks.rank == 0 and self._found is not None and source is not None and source.manifest is not None:
+            step, size, skipped = source.manifest.step, self._ranks.world_size, self._found.explain()
             note = f" skipped={skipped!r}" if skipped else ""
             log.info("event=resume step=%d from=%s %s ranks=%d%s", step, source.path, _origin(source), size, note)
+        self._found = None
 
     def open_again(self, tier: LocalTier | RemoteTier, name: str, copies: Mapping[str, Manifest]) -> Source:
         """The checkpoint that a run is to be taken back to, made whole; see ``Session.roll_back`` for the arguments.

@@ -10,8 +10,9 @@ Slots (see ``slots``) are files on tmpfs, which outlive a process that is killed
             saved.json                     size and digest of each, as of when they were written to the run folder
 
 There is no commit here: *content decides*.  A file is used if, and only if, it has the name, the size and the digest
-that a manifest states, as is found out by reading it.  So a slot that was half refilled, or holds another step than the
-one that all ranks agree on, is nothing to anybody; ``saved.json`` only spares reading those.
+that a manifest states, as is found out by reading it, before it is loaded or on the way.  So a slot that was half
+refilled, or holds another step than the one that all ranks agree on, is nothing to anybody; ``saved.json`` only spares
+reading those.
 
 All of it is private to the user (folders 0700, files 0600), and what is not so is not looked at; neither is what a
 living process, or another run, has there.
@@ -160,11 +161,12 @@ def _saved_in(slot: Path) -> list[FileEntry]:
     return []
 
 
-def whole(entry: FileEntry, paths: Iterable[Path]) -> Path | None:
-    """The first file that is what a manifest says, by size and digest."""
+def whole(entry: FileEntry, paths: Iterable[Path], *, by_size: bool = False) -> Path | None:
+    """The first file that is what a manifest says, by size and digest, or may be, by its size alone."""
     for path in paths:
         with suppress(OSError):
-            if is_private(path) and path.stat().st_size == entry.size and digest_of(path) == entry.xxh3_128:
+            fits = is_private(path) and path.stat().st_size == entry.size
+            if fits and (by_size or digest_of(path) == entry.xxh3_128):
                 return path
     return None
 

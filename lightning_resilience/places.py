@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_resilience import store
-from lightning_resilience.manifest import Manifest
+from lightning_resilience.manifest import FileEntry, Manifest
 from lightning_resilience.memory import MemoryTier
 from lightning_resilience.ranks import Ranks
 from lightning_resilience.remote import RemoteTier
@@ -41,7 +41,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint that every rank can read: verified if it has a manifest; without one it is stock Lightning's."""
+    """A checkpoint that every rank can read: verified if it has a manifest, or to be verified while it is read; without
+    one it is stock Lightning's."""
 
     tier: LocalTier
     name: str
@@ -54,6 +55,10 @@ class Source:
     """Where the files are that this node's memory has whole."""
     shards_in_memory: tuple[int, int] = (0, 0)
     """Of how many of the ranks that wrote it the shards are read in memory, and how many there are."""
+    unchecked: Mapping[Path, FileEntry] = field(default_factory=dict)
+    """Files that this rank digests while it reads them; it is not known before whether they are whole."""
+    is_checked: bool = True
+    """Whether every byte was checked, by any rank; the same on all ranks."""
     from_folder: bool = True
     """Whether any file is read in a folder that was not fetched for it."""
 

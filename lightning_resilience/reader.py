@@ -4,24 +4,26 @@ Keys are compared in a *canonical* form, so that a checkpoint fits whatever wrap
 first component is ``model`` (``ModelParallelStrategy`` writes ``state_dict``), and the names that wrappers insert
 (``torch.compile``, activation checkpointing, FSDP) are left out.
 
-Files that this package wrote hold plain contiguous payloads.  Large ones are read into their tensors' own memory, by
-several threads; small ones, and those whose tensors have another layout or device, are mapped and copied from.  What
-other writers left is loaded stream by stream with ``torch.load``.
+Files that this package wrote hold plain contiguous payloads, which ``filling`` reads into their tensors' own memory;
+where a tensor has another layout, they are mapped and copied from.  What other writers left is loaded stream by stream
+with ``torch.load``.
+
+What is wanted can be planned first and fetched together, in one pass over each file, in which files that nobody has
+checked yet are digested.  Objects are unpickled only after that.
 """
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import io
-import itertools
 import math
 import mmap
-import os
 import pickle
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +38,22 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from lightning_resilience.errors import CheckpointCorrupt, CheckpointIncompatible
-from lightning_resilience.manifest import METADATA
+from lightning_resilience.filling import Piece, apart, fill, fill_and_digest, overlap, takes_bytes, threads_for
+from lightning_resilience.manifest import METADATA, FileEntry
 from lightning_resilience.shards import collector_paused
+from lightning_resilience.store import digest_problem, unreadable
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(?:\.|$)")
 _LOCAL_HEADER = b"PK\x03\x04"
 _RECORD = b"/data/0"
 
-DIRECT = 64 * 2**10
-"""Bytes from which on a call to the kernel costs less than it spares."""
-_AT_ONCE = 16 * 2**20
-"""Bytes of one call."""
-_MOST_THREADS = 4
+
+OPTIMIZER = re.compile(r"optimizer_\d+")
+"""First component of the keys of an optimizer's state."""
+
+Allocate = Callable[[tuple[str | int, ...], TensorStorageMetadata], Any]
+"""Makes the tensor that an entry is read into, from its path below the part of the state and its metadata; None leaves
+it out."""
 
 
 def canonical(name: str) -> str:
@@ -66,22 +72,85 @@ def key_of(path: Iterable[str | int]) -> str:
     return ".".join(map(str, path))
 
 
-class CheckpointReader(StorageReader):
+@dataclass(frozen=True)
+class Request:
+    """Items that are wanted, and the planner that knows which tensors they are for."""
+
+    items: Sequence[ReadItem]
+    planner: LoadPlanner
+
+
+@dataclass(frozen=True)
+class Tree:
+    """One part of the state: what is to be fetched for it, and what puts it together then, as it was when saved."""
+
+    request: Request
+    build: Callable[[], Any]
+
+
+class _Stored(StorageReader):
+    """What DCP asks of a ``StorageReader`` beside reading."""
+
+    metadata: Metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False
+
+
+class Later(_Stored):
+    """Notes what torch's own loading routines want instead of reading it; objects are left out."""
+
+    def __init__(self, metadata: Metadata) -> None:
+        self.metadata = metadata
+        self.requests: list[Request] = []
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        self.requests.append(Request([item for item in plan.items if item.type != LoadItemType.BYTE_IO], planner))
+        return _done()
+
+
+class CheckpointReader(_Stored):
     """Reads one checkpoint.  Also a DCP ``StorageReader``, for torch's own loading routines.
 
     Args:
         locate: gives the path of a file of the checkpoint by its name.
-        plain: whether the shard files are this package's, whose payloads are contiguous and whose digests were checked.
+        plain: whether the shard files are this package's, whose payloads are contiguous and vouched for by digests.
         weights_only: the user's wish, as ``torch.load`` takes it; without digests True unless False was asked for.
+        unchecked: what the manifest says of files, by path, that are digested in the first fetch.
 
     Raises:
         CheckpointCorrupt: ``.metadata`` cannot be read.
     """
 
-    def __init__(self, locate: Callable[[str], Path], *, plain: bool, weights_only: bool | None = None) -> None:
+    def __init__(
+        self,
+        locate: Callable[[str], Path],
+        *,
+        plain: bool,
+        weights_only: bool | None = None,
+        unchecked: Mapping[Path, FileEntry] = {},
+    ) -> None:
         self._locate = locate
         self._plain = plain
         self._weights_only = weights_only if plain else weights_only is not False
+        self._unchecked = dict(unchecked)
+        self._ahead: dict[str, Tensor] = {}
         path = locate(METADATA)
         try:
             with collector_paused():
@@ -108,7 +177,7 @@ class CheckpointReader(StorageReader):
     def optimizers(self) -> int:
         """How many optimizers the checkpoint has the state of."""
         parts = {path[0] for path in self.paths.values()}
-        return sum(1 for part in parts if re.fullmatch(r"optimizer_\d+", str(part)))
+        return sum(1 for part in parts if OPTIMIZER.fullmatch(str(part)))
 
     def files_for(self, model: Mapping[str, Any]) -> set[str]:
         """Names of the shard files with this rank's part of the state.
@@ -133,15 +202,65 @@ class CheckpointReader(StorageReader):
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
-    def read_into(self, targets: Mapping[str, Any]) -> None:
-        """Fill tensors in place.
+    def request(self, targets: Mapping[str, Any]) -> Request:
+        """Ask for tensors to be filled in place.
 
         Args:
             targets: tensors of the checkpoint's global shapes (plain, DTensor or ShardedTensor) by canonical key.
         """
         planner = self._planner(targets)
         with collector_paused():
-            self.read_data(planner.create_local_plan(), planner)
+            return Request(planner.create_local_plan().items, planner)
+
+    @torch.no_grad()
+    def fetch(self, requests: Iterable[Request]) -> None:
+        """Read what was asked for; the first time, all of the files that nobody has checked yet.
+
+        Raises:
+            CheckpointCorrupt: one of those is not what its manifest says, and what was filled from it of no use.
+        """
+        by_file: dict[Path, list[tuple[ReadItem, LoadPlanner]]] = {path: [] for path in self._unchecked}
+        for request in requests:
+            for item in request.items:
+                path = self._locate(self.metadata.storage_data[item.storage_index].relative_path)
+                by_file.setdefault(path, []).append((item, request.planner))
+        with collector_paused():
+            files = {path: self._open(path, wanted) for path, wanted in by_file.items()}
+            self._check({path: files[path] for path in self._unchecked})
+            for file in files.values():
+                file.finish()
+
+    def _check(self, files: Mapping[Path, _File]) -> None:
+        """Fill from files, side by side, that are digested on the way."""
+        entries, self._unchecked = self._unchecked, {}
+        threads = 1 if overlap(piece for file in files.values() for piece in file.pieces) else threads_for(len(files))
+        with ThreadPoolExecutor(threads, "resilience-read") as pool:
+            told = pool.map(lambda path: files[path].fill_and_check(entries[path]), files)
+        if problems := tuple(problem for problem in told if problem is not None):
+            raise CheckpointCorrupt(f"{'; '.join(problems)}.", problems=problems)
+
+    def read_into(self, targets: Mapping[str, Any]) -> None:
+        """Fill tensors in place; see ``request``."""
+        self.fetch([self.request(targets)])
+
+    def fetch_ahead(self, part: re.Pattern[str]) -> Request:
+        """Ask for tensors of files that nobody has checked yet before it is known where they belong, so that those
+        files are read once.  They are kept, in host memory, for the ``tree`` that wants them.
+
+        Args:
+            part: matches the first component of their keys.
+        """
+        where: dict[str, set[Path]] = {}
+        for index, info in self.metadata.storage_data.items():
+            where.setdefault(index.fqn, set()).add(self._locate(info.relative_path))
+        self._ahead = {
+            key: empty(entry)
+            for key, entry in self.metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+            and part.fullmatch(str(self.paths[key][0]))
+            and where.get(key, set()) & self._unchecked.keys()
+        }
+        return self.request(self._ahead)
 
     def _planner(self, targets: Mapping[str, Any]) -> DefaultLoadPlanner:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -160,46 +279,65 @@ class CheckpointReader(StorageReader):
             stream.seek(info.offset)
             return load_trusted(stream.read(info.length), self._weights_only)
 
-    def read_tree(self, part: str, allocate: Callable[[tuple[str | int, ...], TensorStorageMetadata], Any]) -> Any:
+    def tree(self, part: str, allocate: Allocate | None = None) -> Tree:
         """One part of the state as it was nested when saved.
 
         Args:
             part: first component of the keys, e.g. ``optimizer_0``.
-            allocate: makes the tensor that an entry is read into, from its path below ``part`` and its metadata; None
-                leaves it out.
+            allocate: makes its tensors; whole ones on the CPU if None.
         """
-        tree: dict[str, Any] = {}
-        targets: dict[str, Any] = {}
-        for key, path in self.paths.items():
-            if path[0] != part or key not in self.metadata.state_dict_metadata:
+        entries = {
+            key: entry
+            for key, path in self.paths.items()
+            if path[0] == part and (entry := self.metadata.state_dict_metadata.get(key)) is not None
+        }
+        tensors, targets = dict[str, Any](), dict[str, Any]()
+        for key, entry in entries.items():
+            if not isinstance(entry, TensorStorageMetadata):
                 continue
-            entry = self.metadata.state_dict_metadata[key]
-            if isinstance(entry, BytesStorageMetadata):
-                value = self.read_object(key)
-            else:
-                value = allocate(path[1:], entry)
-                if value is None:
-                    continue
+            value = allocate(self.paths[key][1:], entry) if allocate is not None else empty(entry)
+            if value is None:
+                continue
+            ahead = self._ahead.pop(key, None)
+            if ahead is None:
                 targets[key] = value
-            set_element(tree, path, value)
-        self.read_into(targets)
-        return tree.get(part, {})
+            elif value.device == ahead.device and takes_bytes(ahead, value):
+                value = ahead
+            else:
+                value.copy_(ahead)
+            tensors[key] = value
+
+        def build() -> Any:
+            tree: dict[str, Any] = {}
+            for key, entry in entries.items():
+                if key in tensors:
+                    set_element(tree, self.paths[key], tensors[key])
+                elif isinstance(entry, BytesStorageMetadata):
+                    set_element(tree, self.paths[key], self.read_object(key))
+            return tree.get(part, {})
+
+        return Tree(self.request(targets), build)
+
+    def read_tree(self, part: str, allocate: Allocate | None = None) -> Any:
+        """``tree``, fetched and put together."""
+        tree = self.tree(part, allocate)
+        self.fetch([tree.request])
+        return tree.build()
 
     def read_full(self, part: str = "model") -> dict[str, Any]:
         """One part of the state as it was saved, whole and on the CPU."""
-        tree: dict[str, Any] = self.read_tree(part, lambda _, entry: empty(entry))
+        tree: dict[str, Any] = self.read_tree(part)
         return tree
 
     def read_optimizer(self, index: int) -> dict[str, Any]:
         """An optimizer's state, whole and on the CPU, by number of parameter, as ``load_state_dict`` takes it."""
-        saved = self.read_full(f"optimizer_{index}")
-        names = [name for group in saved["param_groups"] for name in group["params"]]
-        numbers: dict[str, Any] = {str(name): number for number, name in enumerate(names)}
-        groups = [
-            {**group, "params": [numbers[str(name)] for name in group["params"]]} for group in saved["param_groups"]
-        ]
-        state = {numbers.get(str(name), name): value for name, value in saved.get("state", {}).items()}
-        return {**saved, "state": state, "param_groups": groups}
+        return numbered(self.read_full(f"optimizer_{index}"))
+
+    def read_objects(self, part: str, tree: dict[str, Any]) -> None:
+        """Put those values of one part that are not tensors into ``tree``, which has it under its name."""
+        for key, path in self.paths.items():
+            if path[0] == part and isinstance(self.metadata.state_dict_metadata.get(key), BytesStorageMetadata):
+                set_element(tree, path, self.read_object(key))
 
     @property
     def is_flat(self) -> bool:
@@ -210,62 +348,41 @@ class CheckpointReader(StorageReader):
             if path[0] == "model"
         )
 
-    # -- DCP's StorageReader ------------------------------------------------------------------------------------------
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.metadata
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return False
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            by_file.setdefault(self.metadata.storage_data[item.storage_index].relative_path, []).append(item)
-        for name, items in by_file.items():
-            path = self._locate(name)
-            with open(path, "rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
-                items.sort(key=lambda item: self.metadata.storage_data[item.storage_index].offset)
-                into = [direct for item in items if (direct := self._read_item(item, planner, mapped, path))]
-                _read_direct(stream.fileno(), into, path)
-                for direct in into:
-                    planner.commit_tensor(direct.item, direct.target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        self.fetch([Request(plan.items, planner)])
+        return _done()
 
-    def _read_item(self, item: ReadItem, planner: LoadPlanner, mapped: mmap.mmap, path: Path) -> _Direct | None:
-        """Copy one item from the map, or say how it is read without one."""
-        info = self.metadata.storage_data[item.storage_index]
-        if item.type == LoadItemType.BYTE_IO:
-            stream = mapped[info.offset : info.offset + info.length]
-            load_trusted(stream, self._weights_only)  # the planner loads whatever it is
-            planner.load_bytes(item, io.BytesIO(stream))
-            return None
-        target = planner.resolve_tensor(item).detach()
-        if target.numel():
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    def _open(self, path: Path, wanted: Sequence[tuple[ReadItem, LoadPlanner]]) -> _File:
+        """A file, and what is wanted of it, in the order in which it lies there."""
+        file = _File(path)
+        if not wanted:
+            return file
+        with open(path, "rb") as stream:
+            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        for item, planner in sorted(wanted, key=lambda one: self.metadata.storage_data[one[0].storage_index].offset):
+            info = self.metadata.storage_data[item.storage_index]
+            if item.type == LoadItemType.BYTE_IO:
+                file.objects.append((item, planner, partial(self._object, mapped, info)))
+                continue
+            target = planner.resolve_tensor(item).detach()
+            if not target.numel():
+                planner.commit_tensor(item, target)
+                continue
             whole = self._payload(item, mapped, path) if self._plain else _load_stream(mapped, info)
             source = narrow_tensor_by_index(whole, item.storage_offsets, item.lengths)
-            if self._plain and source.nbytes >= DIRECT and _is_same_bytes(source, target):
+            copy = _Copy(item, planner, target, source)
+            if self._plain and takes_bytes(source, target):
                 begin = torch.frombuffer(mapped, dtype=torch.uint8, count=1).data_ptr()
-                return _Direct(item, target, source.data_ptr() - begin)
-            target.copy_(source)
-            del whole, source
-        planner.commit_tensor(item, target)
-        return None
+                copy.piece = Piece(target, source.data_ptr() - begin)
+            file.copies.append(copy)
+        return file
+
+    def _object(self, mapped: mmap.mmap, info: Any) -> io.BytesIO:
+        stream = mapped[info.offset : info.offset + info.length]
+        load_trusted(stream, self._weights_only)  # the planner loads whatever it is
+        return io.BytesIO(stream)
 
     def _payload(self, item: ReadItem, mapped: mmap.mmap, path: Path) -> Tensor:
         """A view of one stored chunk."""
@@ -284,64 +401,60 @@ class CheckpointReader(StorageReader):
         return torch.frombuffer(mapped, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Direct:
-    """A target whose memory takes the bytes of the file from ``offset`` on as they are."""
+@dataclass
+class _Copy:
+    """An item on its way from a mapped file to its target; the ``piece`` that it is where no map is needed."""
 
     item: ReadItem
+    planner: LoadPlanner
     target: Tensor
-    offset: int
+    source: Tensor
+    piece: Piece | None = None
+
+
+@dataclass
+class _File:
+    """One file of a fetch, and what is wanted of it."""
+
+    path: Path
+    copies: list[_Copy] = field(default_factory=list)
+    objects: list[tuple[ReadItem, LoadPlanner, Callable[[], io.BytesIO]]] = field(default_factory=list)
+    _filled: set[Piece] = field(default_factory=set)
 
     @property
-    def begin(self) -> int:
-        return self.target.data_ptr()
+    def pieces(self) -> list[Piece]:
+        """What takes bytes as they are."""
+        return [copy.piece for copy in self.copies if copy.piece is not None]
 
-    @property
-    def end(self) -> int:
-        return self.target.data_ptr() + self.target.nbytes
+    def fill_and_check(self, entry: FileEntry) -> str | None:
+        """Fill what takes bytes as they are, and digest the file on the way; what is wrong with it."""
+        pieces, _ = apart(self.pieces)
+        try:
+            digest = fill_and_digest(self.path, pieces)
+        except OSError as error:
+            return unreadable(entry, error)
+        self._filled = set(pieces)
+        return digest_problem(entry, digest)
+
+    def finish(self) -> None:
+        """Fill the rest."""
+        in_place = [piece for piece in self.pieces if piece.is_read_in_place and piece not in self._filled]
+        if in_place:
+            fill(self.path, in_place)
+        filled = self._filled.union(in_place)
+        for copy in self.copies:
+            if copy.piece not in filled:
+                copy.target.copy_(copy.source)
+            copy.planner.commit_tensor(copy.item, copy.target)
+        self.copies.clear()
+        for item, planner, stream in self.objects:
+            planner.load_bytes(item, stream())
 
 
-def _is_same_bytes(source: Tensor, target: Tensor) -> bool:
-    """Whether copying ``source`` to ``target`` is copying one run of bytes to another, in this process's memory."""
-    return (
-        type(target) is Tensor
-        and target.device.type == "cpu"
-        and target.layout is torch.strided
-        and target.dtype is source.dtype
-        and target.shape == source.shape
-        and target.is_contiguous()
-        and source.is_contiguous()
-        and not (target.is_conj() or target.is_neg() or target.is_inference())
-    )
-
-
-def _read_direct(fd: int, into: Sequence[_Direct], path: Path) -> None:
-    """Fill tensors with bytes of one file; CheckpointCorrupt where it ends too early."""
-
-    def read(address: int, offset: int, count: int) -> None:
-        rest = memoryview((ctypes.c_char * count).from_address(address)).cast("B")
-        while rest:
-            done = os.preadv(fd, [rest], offset)
-            if not done:
-                raise CheckpointCorrupt(f"{path} ends at byte {offset}, in the middle of a tensor.")
-            rest, offset = rest[done:], offset + done
-
-    parts = [
-        (direct.begin + start, direct.offset + start, min(_AT_ONCE, direct.target.nbytes - start))
-        for direct in into
-        for start in range(0, direct.target.nbytes, _AT_ONCE)
-    ]
-    by_address = sorted(into, key=lambda direct: direct.begin)
-    overlap = any(one.end > next_.begin for one, next_ in itertools.pairwise(by_address))
-    threads = 1 if overlap else min(len(parts), len(os.sched_getaffinity(0)), _MOST_THREADS)
-    if threads > 1:
-        with ThreadPoolExecutor(threads, "resilience-read") as pool:
-            list(pool.map(read, *zip(*parts, strict=True)))
-    else:
-        for part in parts:  # what lies in one memory is filled in the order of the file
-            read(*part)
-    for direct in into:
-        torch.autograd.graph.increment_version(direct.target)
+def _done() -> Future[None]:
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
 
 
 def _load_stream(mapped: mmap.mmap, info: Any) -> Tensor:
@@ -380,6 +493,17 @@ def _canonical_key(key: str, path: tuple[str | int, ...] | None) -> str:
 def empty(entry: TensorStorageMetadata, device: torch.device | str = "cpu") -> Tensor:
     """An uninitialised tensor of an entry's shape and dtype."""
     return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
+
+
+def numbered(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """The state of an optimizer by number of parameter, as ``load_state_dict`` takes it, from that by name."""
+    names = [name for group in optimizer["param_groups"] for name in group["params"]]
+    numbers: dict[str, Any] = {str(name): number for number, name in enumerate(names)}
+    groups = [
+        {**group, "params": [numbers[str(name)] for name in group["params"]]} for group in optimizer["param_groups"]
+    ]
+    state = {numbers.get(str(name), name): value for name, value in optimizer.get("state", {}).items()}
+    return {**optimizer, "state": state, "param_groups": groups}
 
 
 def load_trusted(data: bytes, weights_only: bool | None = None) -> Any:

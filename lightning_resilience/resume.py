@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,8 @@ def find_last(
     places: Sequence[Place],
     needs: Needs | None = None,
     passed_over: Mapping[tuple[int, str], str] = {},
+    *,
+    reading_checks: bool = False,
 ) -> Search:
     """The newest healthy save in ``places``, or in the cold tiers behind them, that all ranks together can restore.
     Collective.
@@ -114,6 +117,7 @@ def find_last(
         places: where to look.
         needs: see ``make_whole``.
         passed_over: why not, by number of the place and name in rank 0's folder; the same on all ranks.
+        reading_checks: whether what is found may be damaged, as will be found out while it is read; see ``make_whole``.
 
     Raises:
         TierUnavailable, TierDenied: a cold tier does not answer, and without it there is nothing to resume, or only
@@ -130,7 +134,7 @@ def find_last(
             search.skip(where, why_not, aloud=False)
             continue
         try:
-            search.source = make_whole(ranks, place, save.name, save=save.seen.save, copies=save.copies, needs=needs)
+            search.source = _made_whole(ranks, place, save, needs, reading_checks)
             return search
         except (TierUnavailable, TierDenied):
             raise  # it may be whole: an older one, or none, is not the answer to an outage
@@ -141,6 +145,24 @@ def find_last(
     if silent:
         raise next(iter(silent.values()))
     return search
+
+
+def _made_whole(ranks: Ranks, place: Place, save: _Candidate, needs: Needs | None, reading_checks: bool) -> Source:
+    def make(reading_checks: bool) -> Source:
+        return make_whole(
+            ranks,
+            place,
+            save.name,
+            save=save.seen.save,
+            copies=save.copies,
+            needs=needs,
+            reading_checks=reading_checks,
+        )
+
+    if reading_checks:
+        with suppress(CheckpointCorrupt):  # on all ranks
+            return make(reading_checks=True)
+    return make(reading_checks=False)
 
 
 def _candidates(

@@ -7,7 +7,7 @@ first epoch, the random generators last of all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ from lightning_resilience.errors import CheckpointIncompatible
 from lightning_resilience.manifest import META, WEIGHTS_ONLY, Manifest, rank_file
 from lightning_resilience.places import Source
 from lightning_resilience.ranks import Ranks, raise_first
-from lightning_resilience.reader import CheckpointReader, canonical, load_trusted
-from lightning_resilience.strategies import Family, edits_loaded_state
+from lightning_resilience.reader import OPTIMIZER, CheckpointReader, canonical, load_trusted, numbered
+from lightning_resilience.strategies import Family, Part, edits_loaded_state
 
 
 class Resumption:
@@ -102,7 +102,10 @@ class Resumption:
             if self._source is None:
                 return original(checkpoint_path, weights_only=weights_only)  # type: ignore[no-any-return]
             raise_first(self.ranks.gathered(lambda: self._open_source(weights_only)))
-            raise_first(self.ranks.gathered(self._load))
+            wanted: list[Part] = []
+            raise_first(self.ranks.gathered(lambda: wanted.extend(self._parts())))
+            raise_first(self.ranks.gathered(lambda: self._fetch(wanted)))
+            raise_first(self.ranks.gathered(lambda: self._install(wanted)))
             if self._logged and self._source.manifest and self._source.manifest.world_size != self.ranks.world_size:
                 parts = self.ranks.all_gather([part["results"] for part in self._logged])
                 self._logged[0]["results"] = logged.divided([part for some in parts for part in some], len(parts))
@@ -122,27 +125,49 @@ class Resumption:
                 f"{source.path} holds weights only: training cannot go on from it.",
                 hint="Pass it to trainer.validate or test, or load the weights yourself and start a new run.",
             )
-        self._reader = CheckpointReader(source.locate, plain=trusted, weights_only=weights_only)
+        self._reader = CheckpointReader(
+            source.locate, plain=trusted, weights_only=weights_only, unchecked=source.unchecked
+        )
         self._loaded = trainer_state.load(source.locate(META), weights_only, trusted=trusted)
 
-    def _load(self) -> None:
-        """Load the source: the model at once, the optimizers too where they exist already."""
-        source, reader, checkpoint = self._source, self._reader, self._loaded
-        assert source is not None
+    def _parts(self) -> list[Part]:
+        """What the source is loaded by: the model, and the optimizers too where they exist already."""
+        reader, strict = self._reader, self.trainer.lightning_module.strict_loading
         assert reader is not None
-        strict = self.trainer.lightning_module.strict_loading
+        wants_optimizers = self._doorway.fitting and (self.restores_optimizers or self._rolls_back)
         if self.family.loads_late:
-            self.family.load_model(reader, strict)
-            if self._doorway.fitting and (self.restores_optimizers or self._rolls_back):
-                self._load_optimizers()
-        elif edits_loaded_state(self.trainer):
-            names = {canonical(name): name for name in self.trainer.lightning_module.state_dict()}
-            checkpoint["state_dict"] = {names.get(name, name): value for name, value in reader.read_full().items()}
-            checkpoint["optimizer_states"] = [reader.read_optimizer(index) for index in range(reader.optimizers)]
-            self._optimizers_are_in_it = True
-        else:
-            self.family.load_model(reader, strict)
-            self._model_is_loaded = True
+            return [self.family.model_part(reader, strict), *(self._optimizer_parts() if wants_optimizers else [])]
+        if edits_loaded_state(self.trainer):
+            return self._parts_as_saved(reader)
+        self._model_is_loaded = True
+        parts = [self.family.model_part(reader, strict)]
+        if wants_optimizers and self.trainer.strategy.root_device.type == "cpu":
+            parts.append(Part([reader.fetch_ahead(OPTIMIZER)]))
+        return parts
+
+    def _parts_as_saved(self, reader: CheckpointReader) -> list[Part]:
+        """All that was saved, for user code to look at before it is loaded."""
+        names = {canonical(name): name for name in self.trainer.lightning_module.state_dict()}
+        model, optimizers = reader.tree("model"), [reader.tree(f"optimizer_{i}") for i in range(reader.optimizers)]
+        self._optimizers_are_in_it = True
+
+        def install() -> None:
+            self._loaded["state_dict"] = {names.get(name, name): value for name, value in model.build().items()}
+            self._loaded["optimizer_states"] = [numbered(optimizer.build()) for optimizer in optimizers]
+
+        return [Part([model.request, *(optimizer.request for optimizer in optimizers)], install)]
+
+    def _fetch(self, parts: Sequence[Part]) -> None:
+        assert self._reader is not None
+        self._reader.fetch(request for part in parts for request in part.requests)
+
+    def _install(self, parts: Sequence[Part]) -> None:
+        """All that was fetched is what was saved: load it."""
+        source, checkpoint = self._source, self._loaded
+        assert source is not None
+        for part in parts:
+            part.install()
+        if self._model_is_loaded:
             checkpoint["state_dict"] = {}
             checkpoint.setdefault("optimizer_states", [])
         if not self.restores_optimizers and not self._rolls_back:
@@ -185,24 +210,28 @@ class Resumption:
             if self._source is None or self._optimizers_are_in_it:
                 original(checkpoint)
             elif self.restores_optimizers or self._rolls_back:
-                self._load_optimizers()
+                parts = self._optimizer_parts()
+                self._fetch(parts)
+                for part in parts:
+                    part.install()
 
         return load_optimizer_state_dict
 
-    def _load_optimizers(self) -> None:
+    def _optimizer_parts(self) -> list[Part]:
         assert self._reader is not None
         optimizers = [one for one in self.trainer.strategy.optimizers if "param_groups" in one.state_dict()]
         saved = self._reader.optimizers
         if optimizers and not saved:
             rank_zero_warn("The checkpoint has no optimizer state; the optimizers start fresh.")
-            return
+            return []
         if saved != len(optimizers):
             raise CheckpointIncompatible(
                 f"The model configures {len(optimizers)} optimizers, the checkpoint has the state of {saved}.",
                 hint="Configure the optimizers as they were when the checkpoint was saved.",
             )
-        for index, optimizer in enumerate(optimizers):
-            self.family.load_optimizer(self._reader, index, optimizer)
+        return [
+            self.family.optimizer_part(self._reader, index, optimizer) for index, optimizer in enumerate(optimizers)
+        ]
 
     def _read_rank_state(self, source: Source) -> None:
         """This rank's own file: where it was in its data, and its random generators, which are restored later."""

@@ -25,6 +25,7 @@ from lightning_resilience.data import DataPosition
 from lightning_resilience.doorway import Doorway
 from lightning_resilience.engine import OVERDUE, Engine, Facts, Folder, Save, Snapshot
 from lightning_resilience.errors import (
+    CheckpointCorrupt,
     ResilienceError,
     SaveFailed,
     SetupError,
@@ -367,12 +368,18 @@ class Session:
 
     def _make_resume_start(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+            def load(source: Source | str | None) -> None:
+                self.resumption.take(source if isinstance(source, Source) else None)
+                original(str(source.path) if isinstance(source, Source) else source, weights_only=weights_only)
+
             source = self.lookup.choose(checkpoint_path)
-            self.resumption.take(source if isinstance(source, Source) else None)
-            if isinstance(source, Source):
-                original(str(source.path), weights_only=weights_only)
-            else:
-                original(source, weights_only=weights_only)
+            try:
+                load(source)
+            except CheckpointCorrupt:  # on all ranks
+                if not isinstance(source, Source) or source.is_checked:
+                    raise
+                load(self.lookup.choose_checked())
+            self.lookup.say()
 
         return resume_start
 

@@ -190,7 +190,7 @@ def size_problem(tier: Tier, name: str, entry: FileEntry) -> str | None:
     try:
         size = tier.size(holder(name, entry), entry.path)
     except OSError as error:
-        return f"{entry.path} cannot be read: {error.strerror}"
+        return unreadable(entry, error)
     if size is None:
         return missing(entry)
     if size != entry.size:
@@ -206,8 +206,18 @@ def content_problem(tier: Tier, name: str, entry: FileEntry) -> str | None:
     try:
         found = tier.digest(holder(name, entry), entry.path)
     except OSError as error:
-        return f"{entry.path} cannot be read: {error.strerror}"
+        return unreadable(entry, error)
+    return digest_problem(entry, found)
+
+
+def digest_problem(entry: FileEntry, found: str) -> str | None:
+    """What is wrong with a file whose content has the digest ``found``, if anything."""
     return None if found == entry.xxh3_128 else f"{entry.path} has other content than was saved (digest differs)"
+
+
+def unreadable(entry: FileEntry, error: OSError) -> str:
+    """What is wrong with a file that cannot be read."""
+    return f"{entry.path} cannot be read: {error.strerror}"
 
 
 def verify(tier: Tier, name: str, manifest: Manifest, *, content: bool = True) -> list[str]:

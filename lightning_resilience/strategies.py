@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -34,7 +35,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 
 from lightning_resilience.errors import CheckpointIncompatible, SetupError
-from lightning_resilience.reader import CheckpointReader, canonical, empty
+from lightning_resilience.reader import CheckpointReader, Later, Request, canonical, empty
 from lightning_resilience.shards import address_of
 
 UNSUPPORTED = {
@@ -43,6 +44,19 @@ UNSUPPORTED = {
     "SingleDeviceXLAStrategy": "XLA devices are not supported; use a CPU or GPU.",
     "XLAFSDPStrategy": "XLA devices are not supported; use FSDPStrategy on GPUs.",
 }
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a checkpoint on its way into a model or an optimizer.
+
+    Args:
+        requests: what has to be fetched for it.
+        install: what is to be done then.
+    """
+
+    requests: Sequence[Request]
+    install: Callable[[], None] = lambda: None
 
 
 class Family(Protocol):
@@ -73,11 +87,19 @@ class Family(Protocol):
     def files_to_read(self, reader: CheckpointReader) -> set[str]:
         """Names of the shard files that this rank's part is in, where a checkpoint ``loads_late``.  Collective."""
 
-    def load_model(self, reader: CheckpointReader, strict: bool) -> None:
-        """Read the model in place."""
+    def model_part(self, reader: CheckpointReader, strict: bool) -> Part:
+        """The model, on its way into the one that is there.
 
-    def load_optimizer(self, reader: CheckpointReader, index: int, optimizer: Optimizer) -> None:
-        """Read an optimizer's state: what the checkpoint has; parameters without state in it start fresh."""
+        Raises:
+            CheckpointIncompatible: names or shapes do not fit, with both sides listed; or on installing.
+        """
+
+    def optimizer_part(self, reader: CheckpointReader, index: int, optimizer: Optimizer) -> Part:
+        """An optimizer's state: what the checkpoint has; parameters without state in it start fresh.
+
+        Raises:
+            CheckpointIncompatible: the optimizer has other parameter groups; on installing.
+        """
 
 
 class PlainFamily:
@@ -133,14 +155,13 @@ class PlainFamily:
     def files_to_read(self, reader: CheckpointReader) -> set[str]:
         return reader.files_for(self.model_state())
 
-    def load_model(self, reader: CheckpointReader, strict: bool) -> None:
+    def model_part(self, reader: CheckpointReader, strict: bool) -> Part:
         if loads_plainly(self.module) and reader.is_flat:
-            load_in_place(self.module.state_dict(), reader, strict)
-        else:
-            load_by_module(self.module, self.module.state_dict(), reader, strict)
+            return in_place(self.module.state_dict(), reader, strict)
+        return by_module(self.module, self.module.state_dict(), reader, strict)
 
-    def load_optimizer(self, reader: CheckpointReader, index: int, optimizer: Optimizer) -> None:
-        load_named_optimizer(self.module, reader, index, optimizer)
+    def optimizer_part(self, reader: CheckpointReader, index: int, optimizer: Optimizer) -> Part:
+        return named_optimizer(self.module, reader, index, optimizer)
 
 
 class ModelParallelFamily(PlainFamily):
@@ -200,21 +221,34 @@ class FSDPFamily(PlainFamily):
         model = self.model_state().items()
         return reader.files_for({name: value for name, value in model if math.prod(value.size()) > 1})
 
-    def load_model(self, reader: CheckpointReader, strict: bool) -> None:
+    def model_part(self, reader: CheckpointReader, strict: bool) -> Part:
         with self._sharded():
-            load_by_module(self._wrapped, self._wrapped.state_dict(), reader, strict)
+            part = by_module(self._wrapped, self._wrapped.state_dict(), reader, strict)
 
-    def load_optimizer(self, reader: CheckpointReader, index: int, optimizer: Optimizer) -> None:
+        def install() -> None:
+            with self._sharded():
+                part.install()
+
+        return Part(part.requests, install)
+
+    def optimizer_part(self, reader: CheckpointReader, index: int, optimizer: Optimizer) -> Part:
         from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
         optimizer = raw_optimizer(optimizer)
         key = f"optimizer_{index}"
+        later = Later(reader.metadata)
         with self._sharded():
-            loaded = load_sharded_optimizer_state_dict(self._wrapped.state_dict(), key, reader)
+            loaded = load_sharded_optimizer_state_dict(self._wrapped.state_dict(), key, later)
+
+        def install() -> None:
+            reader.read_objects(key, loaded)
             saved = loaded.get(key, {})
             saved.setdefault("state", {})
             saved = {"state": _named_by_position(self.module, saved), "param_groups": saved["param_groups"]}
-            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(self._wrapped, optimizer, saved))
+            with self._sharded():
+                optimizer.load_state_dict(FSDP.optim_state_dict_to_load(self._wrapped, optimizer, saved))
+
+        return Part(later.requests, install)
 
 
 def _without_gaps(optimizer: Optimizer) -> dict[str, Any]:
@@ -259,29 +293,28 @@ def family_of(strategy: Strategy) -> Family:
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
-def load_in_place(state: Mapping[str, Any], reader: CheckpointReader, strict: bool) -> None:
-    """Read the model's tensors into those of ``state``.
+def in_place(state: Mapping[str, Any], reader: CheckpointReader, strict: bool) -> Part:
+    """The model's tensors, on their way into those of ``state``.
 
     Raises:
-        CheckpointIncompatible: names or shapes do not fit, with both sides listed; nothing has been changed then.
+        CheckpointIncompatible: names or shapes do not fit, with both sides listed.
     """
     wanted = {canonical(name): value for name, value in state.items()}
     saved = reader.shapes("model")
     check_fit(wanted, saved, strict)
-    reader.read_into(
-        {
-            f"model.{name}": value
-            for name, value in wanted.items()
-            if saved.get(name) is not None and isinstance(value, Tensor)
-        }
-    )
+    targets = {
+        f"model.{name}": value
+        for name, value in wanted.items()
+        if saved.get(name) is not None and isinstance(value, Tensor)
+    }
+    return Part([reader.request(targets)])
 
 
-def load_by_module(module: torch.nn.Module, state: Mapping[str, Any], reader: CheckpointReader, strict: bool) -> None:
-    """Read a state dict like ``state`` and give it to ``load_state_dict``, with all its hooks and extra states.
+def by_module(module: torch.nn.Module, state: Mapping[str, Any], reader: CheckpointReader, strict: bool) -> Part:
+    """A state dict like ``state``, on its way to ``load_state_dict``, with all its hooks and extra states.
 
     Raises:
-        CheckpointIncompatible: names or shapes do not fit, with both sides listed.
+        CheckpointIncompatible: names or shapes do not fit, with both sides listed; on installing.
     """
     live = {canonical(name): (name, value) for name, value in state.items()}
 
@@ -294,16 +327,22 @@ def load_by_module(module: torch.nn.Module, state: Mapping[str, Any], reader: Ch
         return torch.empty_like(value.detach()) if alike else empty(entry)
 
     with torch.no_grad():
-        saved = reader.read_tree("model", allocate)
-    for name, (_, value) in live.items():
-        if name.endswith("_extra_state"):
-            saved.setdefault(name, value)  # an empty container, of which DCP keeps nothing
-    fits = {name: tuple(value.shape) if isinstance(value, Tensor) else None for name, value in saved.items()}
-    known = {
-        name: None if is_lazy(value) or name.endswith("_extra_state") else value for name, (_, value) in live.items()
-    }
-    check_fit(known, fits, strict)
-    module.load_state_dict({live[n][0] if n in live else n: value for n, value in saved.items()}, strict=strict)
+        tree = reader.tree("model", allocate)
+
+    def install() -> None:
+        saved = tree.build()
+        for name, (_, value) in live.items():
+            if name.endswith("_extra_state"):
+                saved.setdefault(name, value)  # an empty container, of which DCP keeps nothing
+        fits = {name: tuple(value.shape) if isinstance(value, Tensor) else None for name, value in saved.items()}
+        known = {
+            name: None if is_lazy(value) or name.endswith("_extra_state") else value
+            for name, (_, value) in live.items()
+        }
+        check_fit(known, fits, strict)
+        module.load_state_dict({live[n][0] if n in live else n: value for n, value in saved.items()}, strict=strict)
+
+    return Part([tree.request], install)
 
 
 def is_lazy(value: Any) -> bool:
@@ -407,11 +446,11 @@ def named_optimizer_state(module: torch.nn.Module, optimizer: Any) -> dict[str, 
     }
 
 
-def load_named_optimizer(module: torch.nn.Module, reader: CheckpointReader, index: int, optimizer: Any) -> None:
-    """Undo ``named_optimizer_state``: tensors are read straight to the device and placement of their parameter.
+def named_optimizer(module: torch.nn.Module, reader: CheckpointReader, index: int, optimizer: Any) -> Part:
+    """Undoes ``named_optimizer_state``: tensors are read straight to the device and placement of their parameter.
 
     Raises:
-        CheckpointIncompatible: the optimizer has other parameter groups.
+        CheckpointIncompatible: the optimizer has other parameter groups; on installing.
     """
     optimizer = raw_optimizer(optimizer)
     names = parameter_names(module, optimizer)
@@ -430,25 +469,30 @@ def load_named_optimizer(module: torch.nn.Module, reader: CheckpointReader, inde
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         return empty(entry, local.device if len(entry.size) else "cpu")
 
-    part = f"optimizer_{index}"
     with torch.no_grad():
-        saved = reader.read_tree(part, allocate)
-    saved["state"] = _named_by_position(module, saved, in_order)
-    groups = saved.get("param_groups", [])
-    if len(groups) != len(optimizer.param_groups):
-        raise CheckpointIncompatible(
-            f"Optimizer {index} has {len(optimizer.param_groups)} parameter groups, the checkpoint {len(groups)}.",
-            hint="Configure the optimizer as it was when the checkpoint was saved.",
-        )
-    numbers = {name: number for number, name in enumerate(in_order)}
-    state: dict[Any, Any] = {numbers[n]: value for n, value in saved["state"].items() if n in numbers}
-    state |= {name: value for name, value in saved["state"].items() if name not in numbers and name not in parameters}
-    live_groups = [
-        {**group, "params": [numbers[names[parameter]] for parameter in live["params"]]}
-        for group, live in zip(groups, optimizer.param_groups, strict=True)
-    ]
-    optimizer.load_state_dict({**saved, "state": state, "param_groups": live_groups})
-    _undo_casts(optimizer, {by_name[name]: value for name, value in saved["state"].items() if name in by_name})
+        tree = reader.tree(f"optimizer_{index}", allocate)
+
+    def install() -> None:
+        saved = tree.build()
+        saved["state"] = _named_by_position(module, saved, in_order)
+        groups = saved.get("param_groups", [])
+        if len(groups) != len(optimizer.param_groups):
+            raise CheckpointIncompatible(
+                f"Optimizer {index} has {len(optimizer.param_groups)} parameter groups, the checkpoint {len(groups)}.",
+                hint="Configure the optimizer as it was when the checkpoint was saved.",
+            )
+        numbers = {name: number for number, name in enumerate(in_order)}
+        unknown = saved["state"].keys() - numbers.keys() - parameters
+        state: dict[Any, Any] = {numbers[n]: value for n, value in saved["state"].items() if n in numbers}
+        state |= {name: value for name, value in saved["state"].items() if name in unknown}
+        live_groups = [
+            {**group, "params": [numbers[names[parameter]] for parameter in live["params"]]}
+            for group, live in zip(groups, optimizer.param_groups, strict=True)
+        ]
+        optimizer.load_state_dict({**saved, "state": state, "param_groups": live_groups})
+        _undo_casts(optimizer, {by_name[name]: value for name, value in saved["state"].items() if name in by_name})
+
+    return Part([tree.request], install)
 
 
 def _undo_casts(optimizer: Optimizer, saved: Mapping[Tensor, Any]) -> None:

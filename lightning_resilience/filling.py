@@ -1,0 +1,220 @@
+"""Bytes of a file straight into the memory of tensors, and the digest of the file on the way where it is wanted.
+
+Without a digest only what is wanted is read, by several threads.  With it the whole file is, once, from its beginning
+to its end, and digested behind the reading: what belongs to a large tensor in host memory is read right there; small
+tensors, and those of a device, are filled from a block.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import sys
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor
+
+from lightning_resilience.errors import CheckpointCorrupt
+
+DIRECT = 64 * 2**10
+"""Bytes from which on a call to the kernel costs less than it spares."""
+AT_ONCE = 16 * 2**20
+"""Bytes of one call where there are several threads."""
+BLOCK = 4 * 2**20
+"""Bytes that are read before they are digested."""
+MOST_THREADS = 4
+
+
+class Piece:
+    """A tensor whose memory takes the bytes of a file from ``offset`` on as they are."""
+
+    def __init__(self, target: Tensor, offset: int) -> None:
+        self.target = target
+        self.offset = offset
+        self.size = target.nbytes
+        self.end = offset + self.size
+        """Where its bytes end in the file."""
+        self.address = target.data_ptr()
+        self._is_in_host_memory = target.device.type == "cpu"
+
+    @property
+    def is_read_in_place(self) -> bool:
+        """Whether the kernel puts its bytes where they belong."""
+        return self.size >= DIRECT and self._is_in_host_memory
+
+    @property
+    def memory(self) -> memoryview:
+        return _memory(self.address, self.size)
+
+    def take(self, block: Tensor, offset: int, count: int) -> None:
+        """Take what is its own of the first ``count`` bytes of a block, which begins at ``offset`` in the file."""
+        start, stop = max(self.offset, offset), min(self.end, offset + count)
+        if self._is_in_host_memory:
+            ctypes.memmove(self.address + start - self.offset, block.data_ptr() + start - offset, stop - start)
+        else:
+            own = self.target.view(-1).view(torch.uint8)
+            own[start - self.offset : stop - self.offset].copy_(block[start - offset : stop - offset])
+
+
+def takes_bytes(source: Tensor, target: Tensor) -> bool:
+    """Whether copying ``source`` to ``target`` is copying one run of bytes to another."""
+    return (
+        type(target) is Tensor
+        and target.layout is torch.strided
+        and target.dtype is source.dtype
+        and target.shape == source.shape
+        and target.is_contiguous()
+        and source.is_contiguous()
+        and not (target.is_conj() or target.is_neg() or target.is_inference())
+    )
+
+
+def threads_for(parts: int) -> int:
+    """How many threads read ``parts`` parts."""
+    return max(1, min(parts, len(os.sched_getaffinity(0)), MOST_THREADS))
+
+
+def overlap(pieces: Iterable[Piece]) -> bool:
+    """Whether two pieces have memory in common."""
+    by_address = sorted(pieces, key=lambda piece: piece.address)
+    return any(one.address + one.size > another.address for one, another in itertools.pairwise(by_address))
+
+
+def fill(path: Path, pieces: Sequence[Piece]) -> None:
+    """Fill tensors in host memory with bytes of one file.
+
+    Raises:
+        CheckpointCorrupt: it ends too early.
+    """
+    with open(path, "rb", buffering=0) as file:
+
+        def read(piece: Piece, start: int) -> None:
+            rest, offset = piece.memory[start : start + AT_ONCE], piece.offset + start
+            while rest:
+                done = os.preadv(file.fileno(), [rest], offset)
+                if not done:
+                    raise CheckpointCorrupt(f"{path} ends at byte {offset}, in the middle of a tensor.")
+                rest, offset = rest[done:], offset + done
+
+        parts = [(piece, start) for piece in pieces for start in range(0, piece.size, AT_ONCE)]
+        threads = 1 if overlap(pieces) else threads_for(len(parts))
+        if threads > 1:
+            with ThreadPoolExecutor(threads, "resilience-read") as pool:
+                list(pool.map(read, *zip(*parts, strict=True)))
+        else:  # what lies in one memory is filled in the order of the file
+            for part in parts:
+                read(*part)
+    torch.autograd.graph.increment_version([piece.target for piece in pieces])
+
+
+def fill_and_digest(path: Path, pieces: Iterable[Piece]) -> str:
+    """Fill tensors, of whatever device, with bytes of one file; xxh3_128 of all of it.
+
+    What the file has not got is not filled; its digest is another one then.
+
+    Args:
+        path: of the file.
+        pieces: have no bytes of it in common (see ``apart``).
+    """
+    in_order = sorted(pieces, key=lambda piece: piece.offset)
+    small = [piece for piece in in_order if not piece.is_read_in_place]
+    with open(path, "rb", buffering=0) as file, _Digest() as digest:
+        once = _Pass(file.fileno(), small, digest)
+        for piece in in_order:
+            if piece.is_read_in_place:
+                once.through_block(piece.offset)
+                once.into(piece)
+        once.through_block(sys.maxsize)
+    torch.autograd.graph.increment_version([piece.target for piece in in_order])
+    return digest.hex
+
+
+class _Digest:
+    """Digests what comes in, in order, behind the caller, in a thread of its own where there is a processor for it."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_128()
+        self._thread = ThreadPoolExecutor(1, "resilience-digest") if len(os.sched_getaffinity(0)) > 1 else None
+
+    def __enter__(self) -> _Digest:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    @property
+    def hex(self) -> str:
+        return self._state.hexdigest()
+
+    def add(self, memory: memoryview) -> Future[None] | None:
+        """Digest memory, which stays as it is until that is done."""
+        if self._thread is not None:
+            return self._thread.submit(self._state.update, memory)
+        self._state.update(memory)
+        return None
+
+
+class _Pass:
+    """One pass over a file, in which everything is digested.
+
+    Args:
+        fd: the file.
+        small: what is filled from a block, in the order of the file.
+        digest: of what has been read.
+    """
+
+    def __init__(self, fd: int, small: Sequence[Piece], digest: _Digest) -> None:
+        self._fd = fd
+        self._small = deque(small)
+        self._digest = digest
+        self._offset = 0
+        # A device copies from locked memory at its full speed.
+        self._block = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=any(one.target.is_cuda for one in small))
+        self._view = _memory(self._block.data_ptr(), BLOCK)
+
+    def into(self, piece: Piece) -> None:
+        """Read what comes next into a tensor; less of it where the file ends."""
+        memory = piece.memory
+        while memory and (count := self._read(memory[:BLOCK])):
+            self._digest.add(memory[:count])
+            memory = memory[count:]
+
+    def through_block(self, until: int) -> None:
+        """Read on until an offset, or to the end, and give small pieces what is theirs."""
+        while self._offset < until and (count := self._read(self._view[: until - self._offset])):
+            view = self._view[:count]
+            is_short = count < DIRECT  # between large tensors: not worth waiting for
+            has_gone = self._digest.add(memoryview(bytes(view)) if is_short else view)
+            begin = self._offset - count
+            while self._small and self._small[0].offset < self._offset:
+                self._small[0].take(self._block, begin, count)
+                if self._small[0].end > self._offset:
+                    break
+                self._small.popleft()
+            if has_gone is not None and not is_short:
+                has_gone.result()  # the block is filled anew
+
+    def _read(self, memory: memoryview) -> int:
+        count = os.preadv(self._fd, [memory], self._offset)
+        self._offset += count
+        return count
+
+
+def apart(pieces: Iterable[Piece]) -> tuple[list[Piece], list[Piece]]:
+    """Pieces that have no bytes of the file in common, and the rest."""
+    first: list[Piece] = []
+    rest: list[Piece] = []
+    for piece in sorted(pieces, key=lambda piece: piece.offset):
+        (rest if first and piece.offset < first[-1].end else first).append(piece)
+    return first, rest
+
+
+def _memory(address: int, size: int) -> memoryview:
+    return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
