@@ -1,12 +1,8 @@
-"""Shard files to tensors: any DCP folder, read straight into tensors that are already there.
+"""A checkpoint to tensors: any DCP folder, read straight into tensors that are already there.
 
 Keys are compared in a *canonical* form, so that a checkpoint fits whatever wrapped the model when it was saved: the
 first component is ``model`` (``ModelParallelStrategy`` writes ``state_dict``), and the names that wrappers insert
 (``torch.compile``, activation checkpointing, FSDP) are left out.
-
-Files that this package wrote hold plain contiguous payloads, which ``filling`` reads into their tensors' own memory;
-where a tensor has another layout, they are mapped and copied from.  What other writers left is loaded stream by stream
-with ``torch.load``.
 
 What is wanted can be planned first and fetched together, in one pass over each file, in which files that nobody has
 checked yet are digested.  Objects are unpickled only after that.
@@ -15,21 +11,16 @@ checked yet are digested.  Objects are unpickled only after that.
 from __future__ import annotations
 
 import dataclasses
-import io
-import math
-import mmap
 import pickle
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
@@ -37,16 +28,14 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from lightning_resilience.errors import CheckpointCorrupt, CheckpointIncompatible
-from lightning_resilience.filling import Piece, apart, fill, fill_and_digest, overlap, takes_bytes, threads_for
+from lightning_resilience.errors import CheckpointCorrupt
+from lightning_resilience.filling import overlap, takes_bytes, threads_for
 from lightning_resilience.manifest import METADATA, FileEntry
+from lightning_resilience.shard_file import ShardFile, load_trusted
 from lightning_resilience.shards import collector_paused
-from lightning_resilience.store import digest_problem, unreadable
+from lightning_resilience.store import unreadable
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(?:\.|$)")
-_LOCAL_HEADER = b"PK\x03\x04"
-_RECORD = b"/data/0"
-
 
 OPTIMIZER = re.compile(r"optimizer_\d+")
 """First component of the keys of an optimizer's state."""
@@ -230,7 +219,18 @@ class CheckpointReader(_Stored):
             for file in files.values():
                 file.finish()
 
-    def _check(self, files: Mapping[Path, _File]) -> None:
+    def _open(self, path: Path, wanted: Iterable[tuple[ReadItem, LoadPlanner]]) -> ShardFile:
+        where = self.metadata.storage_data
+        in_order = sorted(wanted, key=lambda one: where[one[0].storage_index].offset)
+        try:
+            return ShardFile(path, self.metadata, in_order, plain=self._plain, weights_only=self._weights_only)
+        except OSError as error:
+            if (entry := self._unchecked.get(path)) is None:
+                raise
+            problem = unreadable(entry, error)
+            raise CheckpointCorrupt(f"{problem}.", problems=(problem,)) from error
+
+    def _check(self, files: Mapping[Path, ShardFile]) -> None:
         """Fill from files, side by side, that are digested on the way."""
         entries, self._unchecked = self._unchecked, {}
         threads = 1 if overlap(piece for file in files.values() for piece in file.pieces) else threads_for(len(files))
@@ -352,124 +352,11 @@ class CheckpointReader(_Stored):
         self.fetch([Request(plan.items, planner)])
         return _done()
 
-    # -- files --------------------------------------------------------------------------------------------------------
-
-    def _open(self, path: Path, wanted: Sequence[tuple[ReadItem, LoadPlanner]]) -> _File:
-        """A file, and what is wanted of it, in the order in which it lies there."""
-        file = _File(path)
-        if not wanted:
-            return file
-        with open(path, "rb") as stream:
-            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-        for item, planner in sorted(wanted, key=lambda one: self.metadata.storage_data[one[0].storage_index].offset):
-            info = self.metadata.storage_data[item.storage_index]
-            if item.type == LoadItemType.BYTE_IO:
-                file.objects.append((item, planner, partial(self._object, mapped, info)))
-                continue
-            target = planner.resolve_tensor(item).detach()
-            if not target.numel():
-                planner.commit_tensor(item, target)
-                continue
-            whole = self._payload(item, mapped, path) if self._plain else _load_stream(mapped, info)
-            source = narrow_tensor_by_index(whole, item.storage_offsets, item.lengths)
-            copy = _Copy(item, planner, target, source)
-            if self._plain and takes_bytes(source, target):
-                begin = torch.frombuffer(mapped, dtype=torch.uint8, count=1).data_ptr()
-                copy.piece = Piece(target, source.data_ptr() - begin)
-            file.copies.append(copy)
-        return file
-
-    def _object(self, mapped: mmap.mmap, info: Any) -> io.BytesIO:
-        stream = mapped[info.offset : info.offset + info.length]
-        load_trusted(stream, self._weights_only)  # the planner loads whatever it is
-        return io.BytesIO(stream)
-
-    def _payload(self, item: ReadItem, mapped: mmap.mmap, path: Path) -> Tensor:
-        """A view of one stored chunk."""
-        info = self.metadata.storage_data[item.storage_index]
-        entry = self._tensor(item.storage_index.fqn)
-        shape = _stored_sizes(entry, item.storage_index)
-        dtype = entry.properties.dtype
-        name = mapped.find(_RECORD, info.offset, info.offset + info.length)
-        header = mapped.rfind(_LOCAL_HEADER, info.offset, name)
-        if name < 0 or header < 0:
-            raise CheckpointCorrupt(f"{path}: no tensor at byte {info.offset}.")
-        start = header + 30 + int.from_bytes(mapped[header + 26 : header + 28], "little")
-        start += int.from_bytes(mapped[header + 28 : header + 30], "little")
-        if start + math.prod(shape) * dtype.itemsize > info.offset + info.length:
-            raise CheckpointCorrupt(f"{path}: the tensor at byte {info.offset} is cut short.")
-        return torch.frombuffer(mapped, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
-
-
-@dataclass
-class _Copy:
-    """An item on its way from a mapped file to its target; the ``piece`` that it is where no map is needed."""
-
-    item: ReadItem
-    planner: LoadPlanner
-    target: Tensor
-    source: Tensor
-    piece: Piece | None = None
-
-
-@dataclass
-class _File:
-    """One file of a fetch, and what is wanted of it."""
-
-    path: Path
-    copies: list[_Copy] = field(default_factory=list)
-    objects: list[tuple[ReadItem, LoadPlanner, Callable[[], io.BytesIO]]] = field(default_factory=list)
-    _filled: set[Piece] = field(default_factory=set)
-
-    @property
-    def pieces(self) -> list[Piece]:
-        """What takes bytes as they are."""
-        return [copy.piece for copy in self.copies if copy.piece is not None]
-
-    def fill_and_check(self, entry: FileEntry) -> str | None:
-        """Fill what takes bytes as they are, and digest the file on the way; what is wrong with it."""
-        pieces, _ = apart(self.pieces)
-        try:
-            digest = fill_and_digest(self.path, pieces)
-        except OSError as error:
-            return unreadable(entry, error)
-        self._filled = set(pieces)
-        return digest_problem(entry, digest)
-
-    def finish(self) -> None:
-        """Fill the rest."""
-        in_place = [piece for piece in self.pieces if piece.is_read_in_place and piece not in self._filled]
-        if in_place:
-            fill(self.path, in_place)
-        filled = self._filled.union(in_place)
-        for copy in self.copies:
-            if copy.piece not in filled:
-                copy.target.copy_(copy.source)
-            copy.planner.commit_tensor(copy.item, copy.target)
-        self.copies.clear()
-        for item, planner, stream in self.objects:
-            planner.load_bytes(item, stream())
-
 
 def _done() -> Future[None]:
     done: Future[None] = Future()
     done.set_result(None)
     return done
-
-
-def _load_stream(mapped: mmap.mmap, info: Any) -> Tensor:
-    loaded = torch.load(
-        io.BytesIO(mapped[info.offset : info.offset + info.length]), map_location="cpu", weights_only=True
-    )
-    assert isinstance(loaded, Tensor)
-    return loaded
-
-
-def _stored_sizes(entry: TensorStorageMetadata, index: MetadataIndex) -> torch.Size:
-    hint = index.index
-    if hint is not None and hint < len(entry.chunks) and entry.chunks[hint].offsets == index.offset:
-        return entry.chunks[hint].sizes
-    return next(chunk.sizes for chunk in entry.chunks if index.offset is None or chunk.offsets == index.offset)
 
 
 def _canonical_metadata(metadata: Metadata) -> Metadata:
@@ -504,30 +391,3 @@ def numbered(optimizer: dict[str, Any]) -> dict[str, Any]:
     ]
     state = {numbers.get(str(name), name): value for name, value in optimizer.get("state", {}).items()}
     return {**optimizer, "state": state, "param_groups": groups}
-
-
-def load_trusted(data: bytes, weights_only: bool | None = None) -> Any:
-    """Unpickle what a manifest's digest vouches for: tensors and plain values only where that is all there is.
-
-    Args:
-        data: a ``torch.save`` stream.
-        weights_only: the user's wish; True refuses other objects, None and False load them.
-
-    Raises:
-        CheckpointIncompatible: there are other objects and ``weights_only`` is True.
-    """
-    try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        if weights_only:
-            raise CheckpointIncompatible(
-                f"The checkpoint holds objects that weights_only=True does not load: {_first_line(error)}",
-                hint="Pass weights_only=False if you trust the checkpoint, or register the type with "
-                "torch.serialization.add_safe_globals.",
-            ) from error
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-
-
-def _first_line(error: BaseException) -> str:
-    unsupported = re.search(r"GLOBAL (\S+)", str(error))
-    return f"{unsupported.group(1)}." if unsupported else str(error).splitlines()[0]

@@ -22,7 +22,8 @@ from lightning_resilience.errors import CheckpointIncompatible
 from lightning_resilience.manifest import META, WEIGHTS_ONLY, Manifest, rank_file
 from lightning_resilience.places import Source
 from lightning_resilience.ranks import Ranks, raise_first
-from lightning_resilience.reader import OPTIMIZER, CheckpointReader, canonical, load_trusted, numbered
+from lightning_resilience.reader import OPTIMIZER, CheckpointReader, canonical, numbered
+from lightning_resilience.shard_file import load_trusted
 from lightning_resilience.strategies import Family, Part, edits_loaded_state
 
 

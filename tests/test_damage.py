@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
+import pickle
 import re
 import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from forks import run_fork, run_forks
 from lightning_resilience import (
@@ -22,6 +25,8 @@ from lightning_resilience import (
     CheckpointNotFound,
     CheckpointUncommitted,
     Keep,
+    filling,
+    shard_file,
 )
 from lightning_resilience.manifest import Manifest, digest
 from lightning_resilience.tiers import LocalTier
@@ -141,6 +146,67 @@ def test_nothing_of_a_damaged_checkpoint_is_unpickled(root: Path, monkeypatch: p
     assert resume(root) == 4
     assert {path.name for path in read if path.parent.name == NEWEST} <= {"manifest.json"}
     assert {path.name for path in read if path.parent.name == PREVIOUS} > {"manifest.json"}
+
+
+def test_a_resume_reads_each_shard_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    once: list[str] = []
+    original = filling.fill_and_digest
+    monkeypatch.setattr(shard_file, "fill_and_digest", lambda path, pieces: once.append(path) or original(path, pieces))
+    monkeypatch.setattr(shard_file, "fill", lambda path, pieces: pytest.fail(f"{path} is read again"))
+    digested: list[str] = []
+    digest_of = LocalTier.digest
+    monkeypatch.setattr(LocalTier, "digest", lambda self, *of: digested.append(of[-1]) or digest_of(self, *of))
+    assert resume(root, memory=False) == 6
+    assert once == [root / "run" / NEWEST / "__0_0.distcp"]
+    assert sorted(digested) == [".metadata", "meta.pt", "rank_00000.pt"]
+
+
+class Trap:
+    """Says so when it is unpickled."""
+
+    sprung: ClassVar[list[str]] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Trap.sprung.append, ("by the pickle",)
+
+
+def test_no_object_of_a_shard_that_turns_out_to_be_damaged_is_unpickled(root: Path) -> None:
+    path = root / "run" / NEWEST / "__0_0.distcp"
+    stored = pickle.loads((path.parent / ".metadata").read_bytes())
+    info = next(
+        stored.storage_data[index]
+        for index in stored.storage_data
+        if isinstance(stored.state_dict_metadata[index.fqn], BytesStorageMetadata)
+        and stored.storage_data[index].relative_path == path.name
+    )
+    stream = io.BytesIO()
+    torch.save(Trap(), stream)
+    data = bytearray(path.read_bytes())
+    data[info.offset : info.offset + info.length] = stream.getvalue().ljust(info.length, b"\0")[: info.length]
+    path.write_bytes(data)
+    Trap.sprung.clear()
+    assert resume(root) == 4
+    assert Trap.sprung == []
+
+
+def test_where_a_run_may_start_over_a_damaged_shard_never_touches_the_model(root: Path) -> None:
+    for name in (NEWEST, PREVIOUS, "epoch=0-step=2.ckpt"):
+        flipped("__0_0.distcp")(root / "run" / name)
+    model = TinyModel()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    seen: list[dict[str, torch.Tensor]] = []
+    model.on_train_start = lambda: seen.append({n: v.clone() for n, v in model.state_dict().items()})  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match="Starting over"):
+        assert resume(root, model=model, on_unrestorable="fresh") == 0
+    assert all(torch.equal(value, before[name]) for name, value in seen[0].items())
+
+
+def test_when_every_shard_is_damaged_each_is_named(root: Path) -> None:
+    for name in (NEWEST, PREVIOUS, "epoch=0-step=2.ckpt"):
+        flipped("__0_0.distcp")(root / "run" / name)
+    with pytest.raises(CheckpointCorrupt) as caught:
+        resume(root)
+    assert sum("__0_0.distcp has other content" in problem for problem in caught.value.problems) == 3
 
 
 # -- none is left -----------------------------------------------------------------------------------------------------
@@ -288,7 +354,7 @@ def resume_together(root: Path, how: str, blind: int | None, **kwargs: Any) -> t
     return checkpoint.began, trainer.global_step
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp2"])
+@pytest.fixture(scope="module", params=["ddp", "fsdp", "fsdp2"])
 def trained_together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     root = tmp_path_factory.mktemp("trained")
     run_forks(train, root, request.param, 2)

@@ -27,7 +27,8 @@ from forks import run_fork, run_forks, start_forks
 from lightning_resilience import EverySeconds, Keep, SaveFailed, points
 from lightning_resilience.ledger import LEDGER
 from lightning_resilience.manifest import META
-from lightning_resilience.reader import CheckpointReader, load_trusted
+from lightning_resilience.reader import CheckpointReader
+from lightning_resilience.shard_file import load_trusted
 from lightning_resilience.tiers import LocalTier
 from probes import Witness, fit, slow, whole_steps
 from support import FEATURES, Settle, TinyModel, settle
