@@ -154,6 +154,13 @@ class _Measurement:
             samples[f"restore/{name}"].append(seconds)
             total += seconds
         samples["restore"].append(total)
+        self._compare(route, saved)
+        if (recall := route.leave_in_memory()) is not None:
+            self.state.wipe()
+            samples["recall"].append(timed(recall))
+            self._compare(route, saved)
+
+    def _compare(self, route: Route, saved: torch.Tensor | None) -> None:
         if saved is not None and not torch.equal(saved, self.state.digest()):
             raise AssertionError(f"{type(route).__name__} did not restore what it saved")
 

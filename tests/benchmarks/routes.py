@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,10 @@ class Route(ABC):
     def restore(self) -> Mapping[str, Callable[[], object]]:
         """The steps of restoring the newest save into the state, to be called in order; each is timed."""
 
+    def leave_in_memory(self) -> Callable[[], object] | None:
+        """Leave the newest save in memory as a killed process does; what restores it from there, where a route can."""
+        return None
+
     def close(self) -> None:  # noqa: B027
         """Give back what the route holds."""
 
@@ -104,6 +109,7 @@ class LightningResilience(Route):
         self.place = Place.shared(self.ranks, LocalTier(folder))
         self.current: Any = None
         self.source: Any = None
+        self.left: Path | None = None
         begin = time.perf_counter()
         self.engine.prepare(self.capture)  # as the callback does after the first step
         self.preparation = time.perf_counter() - begin
@@ -140,24 +146,58 @@ class LightningResilience(Route):
         self.current.wait()
 
     def restore(self) -> Mapping[str, Callable[[], object]]:
-        return {"verify": self._verify, "read": self._read}
+        return {"find": lambda: self._find(self.place), "read": self._read}
 
-    def _verify(self) -> None:
-        from lightning_resilience.heal import make_whole
+    def _find(self, place: Any) -> None:
+        from lightning_resilience.resume import find_last
 
-        self.source = make_whole(self.ranks, self.place, self.path.name)
+        self.source = find_last(self.ranks, [place], reading_checks=True).source
 
     def _read(self) -> None:
         from lightning_resilience.reader import CheckpointReader
 
-        CheckpointReader(self.source.locate, plain=True).read_into(dict(self.state.flat()))
+        source = self.source
+        CheckpointReader(source.locate, plain=True, unchecked=source.unchecked).read_into(dict(self.state.flat()))
+
+    def leave_in_memory(self) -> Callable[[], object] | None:
+        """In the form that ``memory`` tells of, with a lock that nobody holds."""
+        from lightning_resilience import memory
+        from lightning_resilience.slots import check_memory
+
+        if (root := check_memory("auto")) is None:
+            return None
+        left = Path(f"{root / memory.PREFIX}{os.getuid()}-{memory.token_of(str(self.folder))}{self.rank}")
+        slot = left / f"{memory.SLOT}0"
+        left.mkdir(0o700)
+        slot.mkdir(0o700)
+        (left / "lock-0").touch(0o600)
+        self.left = left
+        mine = [entry for entry in self.source.manifest if entry.rank == self.rank]
+        for entry in mine:
+            shutil.copyfile(self.source.home(entry.path), slot / entry.path)
+            (slot / entry.path).chmod(0o600)
+        memory.note(slot, mine, {})
+
+        def recall() -> None:
+            tier = memory.MemoryTier(root)
+            tier.look_for(str(self.folder))
+            self._find(replace(self.place, memory=tier))
+            assert self.source.shards_in_memory == (self.world_size, self.world_size)
+            self._read()
+            tier.release()
+
+        return recall
 
     def close(self) -> None:
+        if self.left is not None:
+            shutil.rmtree(self.left)
         self.engine.close()
         dist.barrier()
         self.ranks.close()
 
     def abandon(self) -> None:
+        if self.left is not None:
+            shutil.rmtree(self.left, ignore_errors=True)
         self.engine.close(0)
 
 

@@ -16,8 +16,9 @@ lost                what training takes longer, in all, until the save is durabl
 steps slower        how much longer a step takes while a save is in the background
 durable             seconds from the call until the bytes survive power loss ÷ writing and syncing the rank's share in
                     large blocks, buffered or direct, whichever is faster
-restore             seconds to fill the existing tensors ÷ reading the same bytes into memory that is there; files are
-                    in the page cache for both
+restore             seconds to find the newest checkpoint, to fill the existing tensors and to check what they get ÷
+                    reading the same bytes into memory that is there; files are in the page cache for both
+recall              the same, from what a killed process left in memory
 memory              most that the process, and processes it started, held beyond the state ÷ the state
 ==================  ===================================================================================================
 """
@@ -56,6 +57,7 @@ COLUMNS = {
     "lost": ("lost", "copy"),
     "durable": ("durable", "write"),
     "restore": ("restore", "read"),
+    "recall": ("recall", "read"),
     "memory": ("memory", "state"),
 }
 """Heading of each ratio, its quantity, and the limit that it is divided by."""
@@ -204,8 +206,8 @@ def print_table(run: dict[str, Any]) -> None:
         print(f"| {name:20} | {row} |")
     ours = run["routes"].get(OURS)
     if ours is not None:
-        verify, read = (ours[f"restore/{part} s"] / best["read"] for part in ("verify", "read"))
-        print(f"\n{OURS}: restore = verify {verify:.2f} + read {read:.2f}", flush=True)
+        find, read = (ours[f"restore/{part} s"] / best["read"] for part in ("find", "read"))
+        print(f"\n{OURS}: restore = find {find:.2f} + read {read:.2f}", flush=True)
 
 
 def print_overhead(run: dict[str, Any]) -> None:
