@@ -1,8 +1,8 @@
 """Bytes of a file straight into the memory of tensors, and the digest of the file on the way where it is wanted.
 
 Without a digest only what is wanted is read, by several threads.  With it the whole file is, once, from its beginning
-to its end, and digested behind the reading: what belongs to a large tensor in host memory is read right there; small
-tensors, and those of a device, are filled from a block.
+to its end, in blocks that are digested while they are in the processor's cache: what belongs to a large tensor in host
+memory is read right there; small tensors, and those of a device, are filled from a block.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -26,8 +26,8 @@ DIRECT = 64 * 2**10
 """Bytes from which on a call to the kernel costs less than it spares."""
 AT_ONCE = 16 * 2**20
 """Bytes of one call where there are several threads."""
-BLOCK = 4 * 2**20
-"""Bytes that are read before they are digested."""
+BLOCK = 256 * 2**10
+"""Bytes that are read, and then digested: as many as stay in a cache."""
 MOST_THREADS = 4
 
 
@@ -124,41 +124,15 @@ def fill_and_digest(path: Path, pieces: Iterable[Piece]) -> str:
     """
     in_order = sorted(pieces, key=lambda piece: piece.offset)
     small = [piece for piece in in_order if not piece.is_read_in_place]
-    with open(path, "rb", buffering=0) as file, _Digest() as digest:
-        once = _Pass(file.fileno(), small, digest)
+    with open(path, "rb", buffering=0) as file:
+        once = _Pass(file.fileno(), small)
         for piece in in_order:
             if piece.is_read_in_place:
                 once.through_block(piece.offset)
                 once.into(piece)
         once.through_block(sys.maxsize)
     torch.autograd.graph.increment_version([piece.target for piece in in_order])
-    return digest.hex
-
-
-class _Digest:
-    """Digests what comes in, in order, behind the caller, in a thread of its own where there is a processor for it."""
-
-    def __init__(self) -> None:
-        self._state = xxhash.xxh3_128()
-        self._thread = ThreadPoolExecutor(1, "resilience-digest") if len(os.sched_getaffinity(0)) > 1 else None
-
-    def __enter__(self) -> _Digest:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._thread is not None:
-            self._thread.shutdown()
-
-    @property
-    def hex(self) -> str:
-        return self._state.hexdigest()
-
-    def add(self, memory: memoryview) -> Future[None] | None:
-        """Digest memory, which stays as it is until that is done."""
-        if self._thread is not None:
-            return self._thread.submit(self._state.update, memory)
-        self._state.update(memory)
-        return None
+    return once.digest
 
 
 class _Pass:
@@ -167,42 +141,41 @@ class _Pass:
     Args:
         fd: the file.
         small: what is filled from a block, in the order of the file.
-        digest: of what has been read.
     """
 
-    def __init__(self, fd: int, small: Sequence[Piece], digest: _Digest) -> None:
+    def __init__(self, fd: int, small: Sequence[Piece]) -> None:
         self._fd = fd
         self._small = deque(small)
-        self._digest = digest
+        self._state = xxhash.xxh3_128()
         self._offset = 0
         # A device copies from locked memory at its full speed.
         self._block = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=any(one.target.is_cuda for one in small))
         self._view = _memory(self._block.data_ptr(), BLOCK)
 
+    @property
+    def digest(self) -> str:
+        """xxh3_128 of what has been read."""
+        return self._state.hexdigest()
+
     def into(self, piece: Piece) -> None:
         """Read what comes next into a tensor; less of it where the file ends."""
         memory = piece.memory
         while memory and (count := self._read(memory[:BLOCK])):
-            self._digest.add(memory[:count])
             memory = memory[count:]
 
     def through_block(self, until: int) -> None:
         """Read on until an offset, or to the end, and give small pieces what is theirs."""
         while self._offset < until and (count := self._read(self._view[: until - self._offset])):
-            view = self._view[:count]
-            is_short = count < DIRECT  # between large tensors: not worth waiting for
-            has_gone = self._digest.add(memoryview(bytes(view)) if is_short else view)
             begin = self._offset - count
             while self._small and self._small[0].offset < self._offset:
                 self._small[0].take(self._block, begin, count)
                 if self._small[0].end > self._offset:
                     break
                 self._small.popleft()
-            if has_gone is not None and not is_short:
-                has_gone.result()  # the block is filled anew
 
     def _read(self, memory: memoryview) -> int:
         count = os.preadv(self._fd, [memory], self._offset)
+        self._state.update(memory[:count])
         self._offset += count
         return count
 

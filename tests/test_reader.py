@@ -131,17 +131,10 @@ def once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("processors", [1, 2])
 @pytest.mark.parametrize("kind", TARGETS)
 def test_what_is_digested_on_the_way_is_read_once_whatever_a_target_is_like(
-    tmp_path: Path,
-    direct: list[int],
-    once: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    processors: int,
+    tmp_path: Path, direct: list[int], once: list[int], kind: str
 ) -> None:
-    monkeypatch.setattr(filling.os, "sched_getaffinity", lambda _: set(range(processors)))
     make, takes_bytes = TARGETS[kind]
     saved = torch.randn(113, LARGE // 100)
     write(tmp_path, {"model": {"small": torch.ones(3), "large": saved, "other": torch.arange(5)}})
