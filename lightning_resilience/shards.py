@@ -354,7 +354,7 @@ def _with_metadata(
     pieces: list[list[Piece]], tied: dict[str, str], mappings: dict[str, tuple[str | int, ...]]
 ) -> GlobalPlan:
     plans, metadata = create_default_global_save_plan([SavePlan([p.item for p in rank]) for rank in pieces])
-    if errors := _validate_global_plan(plans, metadata):
+    if errors := _misfits(plans, metadata):
         raise SaveFailed(f"The ranks' tensors do not fit together: {'; '.join(errors)[:1000]}.", stage="plan")
     for key, first in tied.items():
         metadata.state_dict_metadata[key] = metadata.state_dict_metadata[first]
@@ -364,6 +364,15 @@ def _with_metadata(
         for rank, plan in zip(pieces, plans, strict=True)
     ]
     return GlobalPlan(indexed, metadata, tied)
+
+
+def _misfits(plans: list[SavePlan], metadata: Metadata) -> list[str]:
+    """What overlaps, sticks out or leaves gaps."""
+    told: Any = _validate_global_plan(plans, metadata)
+    if isinstance(told, bool):  # older torch logs which
+        return [] if told else ["see the warnings of torch.distributed.checkpoint in the log"]
+    errors: list[str] = told
+    return errors
 
 
 def _tied_everywhere(plans: Sequence[LocalPlan]) -> dict[str, str]:
