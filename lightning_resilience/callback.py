@@ -407,13 +407,13 @@ class ResilientCheckpoint(ModelCheckpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Too early to save: see ``Fit.between_batches``."""
+        """Too early to save: see ``Decisions.between_batches``."""
         if self._fit is not None:
             self._fit.see_outputs(outputs)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Too early to save: see ``Fit.between_batches``."""
+        """Too early to save: see ``Decisions.between_batches``."""
 
     # -- end ----------------------------------------------------------------------------------------------------------
 

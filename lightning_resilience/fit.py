@@ -1,33 +1,33 @@
-"""One fit of one callback, from ``setup`` to ``teardown``: what is decided between two batches, and how it ends.
+"""One fit of one callback, from ``setup`` to ``teardown``: what belongs to it, how it begins and how it ends.
 
 ::
 
-    hear of saves  ->  ask: is it time? was anyone signalled? has the loss left its course?  ->  at a step boundary:
-    go back  |  save and stop  |  save, if it is this callback's turn
-
-All ranks run the same lines with the same answers, because whatever they could see differently was decided by one of
-them.
+    decisions    between two batches: go back, save and stop, or save
+      recovery   going back after a loss spike
+      saving     a save of this step
+        news     what has become of it: to the destination, then to the callback's fields, loggers and subclasses
+    destination  where it goes, and what is there
+    watch        the loss, what saves cost, failures
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
-
 from lightning_resilience.agreement import Agreement
+from lightning_resilience.decisions import Decisions
 from lightning_resilience.destination import Destination
 from lightning_resilience.divergence import Rollback
-from lightning_resilience.errors import Diverged, SaveFailed
+from lightning_resilience.errors import Diverged
 from lightning_resilience.evaluations import Evaluations
 from lightning_resilience.ledger import EXCEPTION, INTERRUPTED, PREEMPTED
 from lightning_resilience.manifest import Manifest
 from lightning_resilience.news import Audience, News
-from lightning_resilience.preemption import Preempted, name_of
+from lightning_resilience.preemption import Preempted
 from lightning_resilience.retention import Ranking
 from lightning_resilience.rollback import SpikeRecovery
 from lightning_resilience.saving import Saving
@@ -92,10 +92,9 @@ class Fit:
     def __init__(self, session: Session, destination: Destination, orders: Orders, audience: Audience) -> None:
         self._session = session
         self.destination = destination
-        self._orders = orders
+        self._timeout = orders.timeout
         self._audience = audience
-        self._by_step = orders.schedule.by_step_alone()
-        self._agreement = Agreement(session.ranks)
+        agreement = Agreement(session.ranks)
         self.watch = Watch(orders.schedule.by_agreement(), session.ranks.rank, orders.loss_key)
         self.watched_before: Mapping[str, Any] | None = None
         """What was watched until the checkpoint that is resumed."""
@@ -122,17 +121,21 @@ class Fit:
             timeout=orders.timeout,
         )
         self._recovery = SpikeRecovery(
-            orders.rollback, session, destination, self.watch, self._agreement, self._saving, orders.loss_key
+            orders.rollback, session, destination, self.watch, agreement, self._saving, orders.loss_key
+        )
+        self._decisions = Decisions(
+            session,
+            destination.folder,
+            agreement,
+            self.watch,
+            self.evaluations,
+            self._saving,
+            self._recovery,
+            by_step=orders.schedule.by_step_alone(),
+            overlap=orders.overlap,
+            fails_loudly=orders.fails_loudly,
         )
         self._has_begun = False
-        self._is_prepared = False
-        self._epoch = 0
-        self._asked_for: list[str] = []
-        """Why to save, as ranks have agreed since the last step boundary."""
-        self._evaluated: list[str] = []
-        """Why to save, as evaluations have it since the last step boundary."""
-        self._postponed: list[str] = []
-        """Why to save as soon as it is this callback's turn."""
 
     # -- start --------------------------------------------------------------------------------------------------------
 
@@ -144,8 +147,7 @@ class Fit:
         """
         session = self._session
         session.stop_before_training()
-        self._agreement.seconds = session.preemption.period
-        session.between_batches.append(self.between_batches)
+        self._decisions.begin()
         session.before_leaving.append(self._let_copies_arrive)
         session.went_back.append(self._go_on_from)
         now = self._saving.now
@@ -173,106 +175,17 @@ class Fit:
         state = self.watch.state()
         return {**state, "to_skip": self._recovery.to_skip} if state else {}
 
-    # -- between two batches ------------------------------------------------------------------------------------------
+    # -- training ---------------------------------------------------------------------------------------------------
 
     def see_outputs(self, outputs: Any) -> None:
         """A batch was trained on; it is too early to save."""
         self.watch.see_outputs(outputs, self._session.engine.busy)
 
-    def between_batches(self, epoch: int, epoch_ended: bool, at_boundary: bool) -> None:
-        """Lightning is done with a batch, its validation and, where it was the last, its epoch: save if it is time."""
-        self._epoch = epoch
-        self._saving.hear()
-        now = self._saving.now
-        self.watch.look(now)
-        self._ask(now)
-        self._evaluated += self.evaluations.reasons(epoch, epoch_ended)
-        if at_boundary:  # what is wanted stays wanted until the accumulation window ends
-            self._act(now, epoch_ended)
-
-    def _ask(self, now: Progress) -> None:
-        """Agree with the other ranks on what they may see differently."""
-        session = self._session
-        wish = self._wish(now) if session.ranks.rank == 0 else None
-        call = session.signal_to_ask(self.between_batches)
-        answer = self._agreement.ask(wish, call, self._recovery.is_wanted())
-        session.preemption.agree(self._agreement.signal)
-        if answer:
-            self._asked_for += self._postponed or [answer]
-
-    def _wish(self, now: Progress) -> str | None:
-        """As rank 0: why to save, if the engine can, or another callback's save keeps it from doing so."""
-        engine, turns, folder = self._session.engine, self._session.turns, self.destination.folder
-        if self._postponed:
-            return "its turn" if turns.is_next(folder) and not engine.busy else None
-        lag = self._agreement.lag + self._session.trainer.accumulate_grad_batches - 1
-        wish = self.watch.wish(now, self._saving.last, lag)
-        return None if engine.busy and turns.was_mine(folder) else wish
-
-    def _act(self, now: Progress, epoch_ended: bool) -> None:
-        """At a step boundary: do what is wanted by now."""
-        session = self._session
-        due = self._by_step.due(now, self._saving.last) if self._by_step is not None else None
-        ends = not epoch_ended and session.ends_within_an_epoch()
-        of_this_step = [*self._evaluated, *([END_OF_TRAINING] if ends else [])]
-        reasons = list(dict.fromkeys([*filter(None, [due]), *self._asked_for, *of_this_step]))
-        can_wait = not (due or of_this_step)
-        self._asked_for, self._evaluated = [], []
-        self.evaluations.at_boundary()
-        if self._agreement.diverged:
-            self._recovery.take_back(self._epoch)
-            return
-        if session.preempted:
-            self._save_and_stop("; ".join([*reasons, name_of(session.preemption.agreed)]))
-            return
-        if ends:
-            self._saving.wait()
-            session.turns.leave_all()
-        if reasons:
-            self._save_in_turn(reasons, now.step, can_wait, overlap=self._orders.overlap and not (epoch_ended or ends))
-        elif not self._is_prepared:
-            self._saving.prepare()  # the optimizers have their state now
-        self._is_prepared = True
-        self._recovery.skip()
-
-    def _save_in_turn(self, reasons: Sequence[str], step: int, can_wait: bool, *, overlap: bool) -> None:
-        """Save, or stand in line where another callback's save is in the way.
-
-        Args:
-            reasons: why.
-            step: that training is at.
-            can_wait: whether a later step does as well, so that it is not waited for another's save of this one.
-            overlap: see ``Saving.save``.
-        """
-        turns, folder = self._session.turns, self.destination.folder
-        reasons = list(dict.fromkeys([*self._postponed, *reasons]))
-        is_next = turns.is_next(folder) and not (can_wait and turns.was_anothers(folder, step))
-        if is_next and self._saving.save("; ".join(reasons), self._epoch, overlap=overlap):
-            self._postponed = []
-            return
-        if not is_next:
-            turns.wait(folder)
-            self.watch.telemetry.skipped += 1
-        self._postponed = reasons if turns.waits(folder) else []
-
-    def _save_and_stop(self, reason: str) -> None:
-        """Save before all ranks stop.  A save that fails does not make a run finished, nor keeps it from stopping."""
-        self._agreement.close()
-        try:
-            self._saving.save_and_wait(reason, self._epoch, self._session.preemption.deadline())
-        except SaveFailed as error:
-            if self._orders.fails_loudly:
-                raise
-            rank_zero_warn(f"The step that training stops at is not saved: {error}")
-
     def _go_on_from(self, good: Manifest) -> None:
         """The run was taken back, by whichever callback: what this one knows of a later step is of no use."""
         self._saving.hear()  # what was under way has ended, and is left behind too
         self.watch.went_back(self._saving.go_back(), good)
-        self._agreement.close()  # what is being asked is of before
-        self._agreement.diverged = False
-        self._session.turns.leave(self.destination.folder)
-        self._postponed = []
+        self._decisions.forget()
         self.destination.go_back(good)
         self._audience.standings()
 
@@ -284,8 +197,7 @@ class Fit:
         Raises:
             SaveFailed: it cannot be saved; on all ranks.
         """
-        self._agreement.close()
-        self._saving.save_and_wait(END_OF_TRAINING, self._epoch)
+        self._decisions.end()
         self.watch.end()
         if self._session.ranks.rank == 0:
             log.info("event=summary step=%d %s", self._session.trainer.global_step, self.watch.summary())
@@ -297,7 +209,7 @@ class Fit:
 
     def _let_copies_arrive(self) -> None:
         """Let other nodes and the cold tier have what is on its way, as long as there is time."""
-        self.destination.drain(self._orders.timeout)
+        self.destination.drain(self._timeout)
         self._news.hear_of_copies()
 
     def abandon(self, exception: BaseException, *, save: bool) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from forks import run_forks
 from lightning_resilience import AdaptiveSchedule, EverySteps, FirstOf, Keep, LossVariance, ResilientCheckpoint, ranks
 from lightning_resilience import ledger as ledgers
-from lightning_resilience.fit import Fit
+from lightning_resilience.decisions import Decisions
 from lightning_resilience.ledger import History
 from lightning_resilience.losses import SLOTS, LossStream
 from lightning_resilience.manifest import MILESTONE
@@ -318,14 +318,14 @@ class Counting(ResilientCheckpoint):
             super().on_train_batch_end(*args)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        between_batches = Fit.between_batches
+        between_batches = Decisions.between_batches
 
         def counted(*args: Any) -> None:
             self.steps += 1
             with self._counted():
                 between_batches(*args)
 
-        Fit.between_batches = counted  # type: ignore[method-assign]
+        Decisions.between_batches = counted  # type: ignore[method-assign]
         super().on_train_start(trainer, pl_module)
 
     @contextmanager
