@@ -108,12 +108,18 @@ class Destination:
         if cold is not None:
             self.replicator = self._begin_replicating(cold, remote_keep, ranking)
         session.engine.protect(self.folder, self._must_stay)
-        self._peers: Peers | None = None
-        if copies and isinstance(tier, LocalTier):
-            if len(self.folder.leaders) > 1:
-                self._peers = Peers(session.ranks, tier, self.folder.sharing, copies)
-            else:
-                rank_zero_warn(f"peers={copies} copies nothing: all ranks share {tier.where()!r}.")
+        try:
+            self._peers = self._find_peers(tier, copies) if copies and isinstance(tier, LocalTier) else None
+        except BaseException:
+            if self.replicator is not None:
+                self.replicator.abandon()
+            raise
+
+    def _find_peers(self, tier: LocalTier, copies: int) -> Peers | None:
+        if len(self.folder.leaders) > 1:
+            return Peers(self._session.ranks, tier, self.folder.sharing, copies)
+        rank_zero_warn(f"peers={copies} copies nothing: all ranks share {tier.where()!r}.")
+        return None
 
     def _begin_replicating(self, cold: RemoteTier, keep: Keep, ranking: Ranking | None) -> Replicator:
         """Go on with what a killed run left on its way, and make sure now that the cold tier can be written."""
