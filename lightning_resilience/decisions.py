@@ -73,8 +73,8 @@ class Decisions:
         """Why to save, as ranks have agreed since the last step boundary."""
         self._evaluated: list[str] = []
         """Why to save, as evaluations have it since the last step boundary."""
-        self._postponed: list[str] = []
-        """Why to save as soon as it is this callback's turn."""
+        self._put_off: list[str] = []
+        """Why to save as soon as it is this callback's turn; empty where it does not stand in line."""
 
     def begin(self) -> None:
         """Training begins: from now on the session asks after each batch."""
@@ -86,7 +86,7 @@ class Decisions:
         self._agreement.close()
         self._agreement.diverged = False
         self._session.turns.leave(self._folder)
-        self._postponed = []
+        self._put_off = []
 
     def end(self) -> None:
         """Training is over: save the step that it ends at.  Collective.
@@ -116,13 +116,13 @@ class Decisions:
         answer = self._agreement.ask(wish, call, self._recovery.is_wanted())
         session.preemption.agree(self._agreement.signal)
         if answer:
-            self._asked_for += self._postponed or [answer]
+            self._asked_for += self._put_off or [answer]
 
     def _wish(self, now: Progress) -> str | None:
         """As rank 0: why to save, if the engine can, or another callback's save keeps it from doing so."""
         engine, turns, folder = self._session.engine, self._session.turns, self._folder
-        if self._postponed:
-            return "its turn" if turns.is_next(folder) and not engine.busy else None
+        if self._put_off:
+            return "; ".join(self._put_off) if turns.is_next(folder) and not engine.busy else None
         lag = self._agreement.lag + self._session.trainer.accumulate_grad_batches - 1
         wish = self._watch.wish(now, self._saving.last, lag)
         return None if engine.busy and turns.was_mine(folder) else wish
@@ -132,9 +132,8 @@ class Decisions:
         session = self._session
         due = self._by_step.due(now, self._saving.last) if self._by_step is not None else None
         ends = not epoch_ended and session.ends_within_an_epoch()
-        of_this_step = [*self._evaluated, *([END_OF_TRAINING] if ends else [])]
-        reasons = list(dict.fromkeys([*filter(None, [due]), *self._asked_for, *of_this_step]))
-        can_wait = not (due or of_this_step)
+        rare = [*self._evaluated, *([END_OF_TRAINING] if ends else [])]
+        reasons = list(dict.fromkeys([*filter(None, [due]), *self._asked_for, *rare]))
         self._asked_for, self._evaluated = [], []
         self._evaluations.at_boundary()
         if self._agreement.diverged:
@@ -145,33 +144,38 @@ class Decisions:
             return
         if ends:
             self._saving.wait()
-            session.turns.leave_all()
         if reasons:
-            self._save_in_turn(reasons, now.step, can_wait, overlap=self._overlap and not (epoch_ended or ends))
+            overlap = self._overlap and not (epoch_ended or ends)
+            goes = bool(rare) or self._is_next(now.step, can_wait=due is None)
+            self._save_or_put_off(reasons, now.step, goes, overlap)
         elif not self._is_prepared:
             self._saving.prepare()  # the optimizers have their state now
         self._is_prepared = True
         self._recovery.skip()
 
-    def _save_in_turn(self, reasons: Sequence[str], step: int, can_wait: bool, *, overlap: bool) -> None:
-        """Save, or stand in line where another callback's save is in the way.
+    def _is_next(self, step: int, *, can_wait: bool) -> bool:
+        """Whether no other callback's save comes first.
 
         Args:
-            reasons: why.
             step: that training is at.
             can_wait: whether a later step does as well, so that it is not waited for another's save of this one.
-            overlap: see ``Saving.save``.
         """
-        turns, folder = self._session.turns, self._folder
-        reasons = list(dict.fromkeys([*self._postponed, *reasons]))
-        is_next = turns.is_next(folder) and not (can_wait and turns.was_anothers(folder, step))
-        if is_next and self._saving.save("; ".join(reasons), self._epoch, overlap=overlap):
-            self._postponed = []
+        turns = self._session.turns
+        return turns.is_next(self._folder) and not (can_wait and turns.was_anothers(self._folder, step))
+
+    def _save_or_put_off(self, reasons: Sequence[str], step: int, goes: bool, overlap: bool) -> None:
+        """Save, if it ``goes``; where another callback's save is in the way, as soon as that is over."""
+        if goes and self._saving.save("; ".join(reasons), self._epoch, overlap=overlap):
+            self._put_off = []
             return
-        if not is_next:
-            turns.wait(folder)
+        turns = self._session.turns
+        if not goes:
+            turns.wait(self._folder)
             self._watch.telemetry.skipped += 1
-        self._postponed = reasons if turns.waits(folder) else []
+        if not turns.waits(self._folder):
+            self._put_off = []
+        elif not self._put_off:
+            self._put_off = [f"{reason}, wanted at step {step}" for reason in reasons]
 
     def _save_and_stop(self, reason: str) -> None:
         """Save before all ranks stop.  A save that fails does not make a run finished, nor keeps it from stopping."""

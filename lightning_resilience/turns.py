@@ -1,7 +1,7 @@
 """Whose save is next, where several callbacks of a Trainer share one engine, which makes one save at a time.
 
 A callback whose save was refused because of another's stands in line: it saves as soon as that has ended, before any
-other does again.  So one that saves at every step leaves room for one that saves seldom.
+other does again by its schedule.  So one that saves at every step leaves room for one that saves seldom.
 
 Every rank keeps the same line, because saves are begun and refused on all of them alike.
 """
@@ -37,10 +37,6 @@ class Turns:
         """Stand in line no more."""
         if folder in self._line:
             self._line.remove(folder)
-
-    def leave_all(self) -> None:
-        """Training ends: everybody saves the step that it ends at, one after another."""
-        self._line.clear()
 
     def waits(self, folder: Folder) -> bool:
         """Whether it stands in line."""

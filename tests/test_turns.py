@@ -68,6 +68,9 @@ def test_save_that_another_callbacks_save_kept_from_being_made_is_the_next(tmp_p
     often, other = save_often_and_seldom(tmp_path, seldom, 25)
     assert often == [1, 9, 17, 25]
     assert other == [5, 13, 21, 25]
+    reasons = [one.reason for one in committed(tmp_path / "seldom")]
+    assert "wanted at step 4" in reasons[0]
+    assert all("wanted at step" in reason for reason in reasons[:-1])
 
 
 @pytest.mark.ranks
