@@ -27,7 +27,7 @@ class Agreement:
 
     def __init__(self, ranks: Ranks, seconds: float = 1.0) -> None:
         self._ranks = ranks
-        self._seconds = seconds
+        self.seconds = seconds
         self._batch = 0
         self._every = 1
         self._pending: PendingMax | None = None
@@ -82,7 +82,7 @@ class Agreement:
         self._asked_at = (self._batch, now)
         if before is None or now <= before[1]:
             return 1
-        wanted = round(self._seconds * (self._batch - before[0]) / (now - before[1]))
+        wanted = round(self.seconds * (self._batch - before[0]) / (now - before[1]))
         # At most doubling: a few quick batches must not postpone the next question by hours of slow ones.
         return min(wanted, max(2 * self._every, 1), self.MOST_BATCHES)
 

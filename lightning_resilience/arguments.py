@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -48,6 +49,45 @@ def the_schedule(
     if triggers:
         return FirstOf(*triggers) if len(triggers) > 1 else triggers[0]
     return Never() if epochs is not None or steps == 0 else DEFAULT_SCHEDULE
+
+
+def the_keep(keep: Keep | None, monitor: str | None, save_top_k: int) -> Keep:
+    """What is retained, ModelCheckpoint's arguments included."""
+    if keep is None:
+        keep = Keep(last=-1 if save_top_k == -1 and monitor is None else 3)
+    return replace(keep, top_k=save_top_k) if monitor is not None and keep.top_k is None else keep
+
+
+CHOICES: dict[str, tuple[object, ...]] = {
+    "mode": ("min", "max"),
+    "overlap_staging": ("auto", False),
+    "on_save_error": ("warn", "raise"),
+    "on_unrestorable": ("raise", "fresh"),
+    "save_last": (None, True, False, "link"),
+    **dict.fromkeys(
+        ("exact_data", "log_metrics", "restore_optimizers", "save_weights_only", "save_on_exception"), (True, False)
+    ),
+}
+"""The values that an argument may have."""
+COUNTS = {"peers": 0, "max_failures": 1, "max_attempts": 1}
+"""The least that an argument may be which is a whole number."""
+SECONDS = {"save_timeout": 0.001, "grace_seconds": 0.001}
+"""The same of those which are a time."""
+OPTIONAL = ("max_attempts", "grace_seconds")
+"""Which of these may be None."""
+
+
+def check_values(given: Mapping[str, object]) -> None:
+    """Raise SetupError unless each argument has a value that it may have, whatever the others are.
+
+    Args:
+        given: the arguments by name, among others.
+    """
+    for name, choices in CHOICES.items():
+        check_choice(name, given[name], choices)
+    for name, least in {**COUNTS, **SECONDS}.items():
+        if given[name] is not None or name not in OPTIONAL:
+            check_number(name, given[name], least=least, whole=name in COUNTS)
 
 
 def check_dirpath(dirpath: str | os.PathLike[str] | None) -> str | None:

@@ -414,7 +414,7 @@ def _reasons(committed: dict[str, Manifest], tier: str) -> dict[str, tuple[str, 
     rule = understood(said, tier) if said is not None else None
     if rule is None:
         return {}
-    return {verdict.name: verdict.reasons for verdict in judge(committed, *rule)}
+    return {judgement.name: judgement.reasons for judgement in judge(committed, *rule)}
 
 
 def _row(name: str, manifest: Manifest, reasons: list[str], tiers: list[str]) -> Document:
@@ -739,19 +739,19 @@ def prune(options: argparse.Namespace) -> Document:
         if not path.is_dir():
             raise _not_a_folder(path)
         tier = LocalTier(path)
-    verdicts, removed = housekeeping.prune(tier, keep, ranking, dry_run=options.dry_run)
+    judgements, removed = housekeeping.prune(tier, keep, ranking, dry_run=options.dry_run)
     return {
-        "ok": options.dry_run or all(verdict.keep or verdict.name in removed for verdict in verdicts),
+        "ok": options.dry_run or all(judgement.keep or judgement.name in removed for judgement in judgements),
         "root": tier.where(),
         "dry_run": options.dry_run,
         "checkpoints": [
             {
-                "name": verdict.name,
-                "keep": verdict.keep,
-                "removed": verdict.name in removed,
-                "reasons": list(verdict.reasons),
+                "name": judgement.name,
+                "keep": judgement.keep,
+                "removed": judgement.name in removed,
+                "reasons": list(judgement.reasons),
             }
-            for verdict in verdicts
+            for judgement in judgements
         ],
     }
 

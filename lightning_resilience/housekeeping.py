@@ -23,7 +23,7 @@ from lightning_resilience.manifest import (
     newest_first,
 )
 from lightning_resilience.remote import RemoteTier
-from lightning_resilience.retention import Keep, Ranking, Verdict, judge
+from lightning_resilience.retention import Judgement, Keep, Ranking, judge
 from lightning_resilience.tiers import LocalTier, Tier, WritableTier
 
 COPIES = 4
@@ -123,16 +123,18 @@ def push(source: LocalTier, name: str, manifest: Manifest, target: RemoteTier, t
     return sum(sent)
 
 
-def prune(tier: WritableTier, keep: Keep, ranking: Ranking | None, *, dry_run: bool) -> tuple[list[Verdict], set[str]]:
+def prune(
+    tier: WritableTier, keep: Keep, ranking: Ranking | None, *, dry_run: bool
+) -> tuple[list[Judgement], set[str]]:
     """Judge all checkpoints of a tier, and remove what the rule gives up unless it is a dry run.
 
     Returns:
-        The verdicts, newest first, and the names of what was removed.
+        The judgements, newest first, and the names of what was removed.
     """
     committed = store.list_checkpoints(tier).committed
-    verdicts = judge(committed, keep, ranking, {entry.at for one in committed.values() for entry in one if entry.at})
+    judgements = judge(committed, keep, ranking, {entry.at for one in committed.values() for entry in one if entry.at})
     removed = [] if dry_run else store.retain(tier, keep, ranking, committed=committed)
-    return verdicts, {verdict.name for verdict in removed}
+    return judgements, {judgement.name for judgement in removed}
 
 
 def label(tier: LocalTier | RemoteTier, name: str, manifest: Manifest, *, pinned: bool) -> bool:

@@ -37,6 +37,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_resilience.useful import Useful
+
 log = logging.getLogger("lightning_resilience")
 
 LEDGER = ".ledger.jsonl"
@@ -239,8 +241,8 @@ class Ledger:
         self._lines: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._begun = self._beaten = 0.0
-        self._stalled = 0.0
+        self._useful = Useful()
+        self._beaten = 0.0
         carried = history or History()
         found = self._read()
         self.carried = carried if found.empty else History()
@@ -258,15 +260,15 @@ class Ledger:
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
-    def start(self, now: float, step: int, **facts: Any) -> None:
+    def start(self, useful: Useful, step: int, **facts: Any) -> None:
         """Training begins.
 
         Args:
-            now: seconds of a monotonic clock, as in the calls that follow.
+            useful: counts its seconds, of the clock that the calls that follow go by.
             step: where.
             **facts: what else to write down.
         """
-        self._begun = self._beaten = now
+        self._useful, self._beaten = useful, useful.began
         if self.carried != History():
             facts["carried"] = {"failures": self.carried.failures, "seconds": self.carried.seconds}
         if self._path is not None:
@@ -281,12 +283,7 @@ class Ledger:
 
     def commit(self, now: float, step: int, stall: float, seconds: float) -> None:
         """A save was committed: what it cost training, and how long it took."""
-        self._stalled += stall
         self._beat(now, step, stall=round(stall, 6), commit=round(seconds, 6))
-
-    def lose(self, seconds: float) -> None:
-        """So much training came to nothing."""
-        self._stalled += seconds
 
     def _beat(self, now: float, step: int, **facts: Any) -> None:
         self._beaten = now
@@ -304,10 +301,10 @@ class Ledger:
 
     def known(self, now: float) -> History:
         """Lives so far, this one included, for the checkpoint."""
-        return History(self.history.failures, self.history.seconds + max(now - self._begun, 0.0))
+        return History(self.history.failures, self.history.seconds + max(now - self._useful.began, 0.0))
 
     def _spent(self, now: float) -> dict[str, float]:
-        return {"seconds": round(now - self._begun, 3), "stalled": round(self._stalled, 3)}
+        return {"seconds": round(now - self._useful.began, 3), "stalled": round(self._useful.wasted, 3)}
 
     def _put(self, event: str, step: int, **facts: Any) -> None:
         if self._thread is not None and self._path is not None and not self._closed:

@@ -267,8 +267,12 @@ class Replicator:
             hot, cold, lacking = dict(self._known.hot), self._own(), self._known.lacking()
             restated = {manifest.save_id for manifest in self._known.outdated().values()}
         outdated = {name for name, manifest in hot.items() if manifest.save_id in restated}
-        verdicts = judge({**cold, **{target: hot[name] for target, name in lacking.items()}}, self._keep, self._ranking)
-        return outdated | {lacking[verdict.name] for verdict in verdicts if verdict.keep and verdict.name in lacking}
+        judgements = judge(
+            {**cold, **{target: hot[name] for target, name in lacking.items()}}, self._keep, self._ranking
+        )
+        return outdated | {
+            lacking[judgement.name] for judgement in judgements if judgement.keep and judgement.name in lacking
+        }
 
     def _waiting(self) -> set[str]:
         """Names of those on their way that can get there as they are here."""
@@ -693,7 +697,7 @@ class Replicator:
         of_those = {name for name, manifest in cold.items() if manifest.save_id in used}
         in_use = {*self._in_use, *of_those, *filter(None, [self._last_good(cold)])}
         removed = store.retain(self.tier, self._keep, self._ranking, in_use, committed=cold)
-        names = [verdict.name for verdict in removed]
+        names = [judgement.name for judgement in removed]
         with self._lock:
             for name in names:
                 self._known.cold.pop(name, None)

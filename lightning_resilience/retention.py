@@ -1,4 +1,4 @@
-"""What to keep: a rule, a pure judgement over manifests, and a reason for each verdict.
+"""What to keep: a rule, a pure judgement over manifests, and the reasons for each.
 
 ``judge`` sees the committed checkpoints of one tier and answers for each of them whether it stays and why.  The rules
 of a ``Keep`` add up: with one more of them, nothing more is removed; ``max_bytes`` alone takes away, the oldest first.
@@ -116,7 +116,7 @@ class Ranking:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judgement:
     """Whether checkpoint ``name`` stays, and why."""
 
     name: str
@@ -126,7 +126,7 @@ class Verdict:
 
 def judge(
     manifests: Mapping[str, Manifest], keep: Keep, ranking: Ranking | None = None, in_use: Collection[str] = ()
-) -> list[Verdict]:
+) -> list[Judgement]:
     """Decide over the committed checkpoints of one tier.
 
     Args:
@@ -136,7 +136,7 @@ def judge(
         in_use: names that must stay whatever the rule says (resumed from, being uploaded, …).
 
     Returns:
-        One verdict a checkpoint, newest first.
+        One judgement a checkpoint, newest first.
     """
     in_order = newest_first(manifests)
     reasons: dict[str, list[str]] = {name: [] for name in in_order}
@@ -176,9 +176,9 @@ def judge(
     may_go = [name for name in (*plain, *reversed(good)) if name not in guards]
     surplus = _over_the_limit(keep.max_bytes, {name: manifests[name] for name in in_order if reasons[name]}, may_go)
     return [
-        Verdict(name, False, (f"over max_bytes={keep.max_bytes:,}",))
+        Judgement(name, False, (f"over max_bytes={keep.max_bytes:,}",))
         if name in surplus
-        else Verdict(name, bool(why), tuple(why) or (_surplus(keep),))
+        else Judgement(name, bool(why), tuple(why) or (_surplus(keep),))
         for name, why in reasons.items()
     ]
 

@@ -10,7 +10,7 @@ nothing, so a test is a table::
 
 ``EverySteps`` depends on nothing but the step, which is the same on all ranks, so every rank decides it alone and at
 exactly that step.  Rules that depend on time or on the loss are decided by rank 0 and agreed on by all
-(``by_step_alone``, see ``callback`` and ``agreement``).
+(``by_step_alone``, see ``decisions`` and ``agreement``).
 """
 
 from __future__ import annotations

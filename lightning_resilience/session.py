@@ -42,6 +42,7 @@ from lightning_resilience.remote import RemoteTier
 from lightning_resilience.resumption import Resumption
 from lightning_resilience.strategies import family_of
 from lightning_resilience.tiers import LocalTier, local_path
+from lightning_resilience.turns import Turns
 
 log = logging.getLogger("lightning_resilience")
 
@@ -81,6 +82,7 @@ class Session:
         """Called on all ranks when a run was taken back to an earlier checkpoint."""
         self.before_leaving: list[Callable[[], None]] = []
         """Called on all ranks, when training is about to stop for a signal and everything is saved."""
+        self.turns = Turns()
         self.save_seconds = 0.0
         """How long the slowest save so far took until it was committed."""
         self._boundary = (-1, False)

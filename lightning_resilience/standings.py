@@ -39,9 +39,9 @@ class Standings:
 
     def give_up(self, must_stay: Collection[str]) -> None:
         """Leave out what the rule gives up, as the folder does."""
-        for verdict in judge(self.committed, self._keep, self._ranking, must_stay):
-            if not verdict.keep:
-                del self.committed[verdict.name]
+        for judgement in judge(self.committed, self._keep, self._ranking, must_stay):
+            if not judgement.keep:
+                del self.committed[judgement.name]
 
     @property
     def newest(self) -> str | None:

@@ -32,7 +32,7 @@ from lightning_resilience.manifest import (
     Manifest,
     newest_first,
 )
-from lightning_resilience.retention import Keep, Ranking, Verdict, judge
+from lightning_resilience.retention import Judgement, Keep, Ranking, judge
 from lightning_resilience.tiers import LocalTier, RestatableTier, Tier, WritableTier
 
 log = logging.getLogger("lightning_resilience")
@@ -301,7 +301,7 @@ def retain(
     *,
     up_to: int | None = None,
     committed: Mapping[str, Manifest] | None = None,
-) -> list[Verdict]:
+) -> list[Judgement]:
     """Judge a tier and remove what its rule gives up.
 
     Args:
@@ -313,27 +313,27 @@ def retain(
         up_to: sequence number of the newest checkpoint that users know of; newer ones do not make others redundant yet.
 
     Returns:
-        The verdicts on what was removed.  A removal that fails is logged and tried again after the next save.  So is,
+        The judgements on what was removed.  A removal that fails is logged and tried again after the next save.  So is,
         without a word, that of a checkpoint that a living process holds.
     """
     committed = list_checkpoints(tier).committed if committed is None else committed
     referred = {entry.at for manifest in committed.values() for entry in manifest if entry.at}
     removed = []
     known = {name: manifest for name, manifest in committed.items() if up_to is None or manifest.sequence <= up_to}
-    for verdict in judge(known, keep, ranking, {*in_use, *referred}):
-        if verdict.keep:
+    for judgement in judge(known, keep, ranking, {*in_use, *referred}):
+        if judgement.keep:
             continue
         try:
-            if PINNED in read_manifest(tier, verdict.name).labels:
+            if PINNED in read_manifest(tier, judgement.name).labels:
                 continue  # since it was listed
-            if tier.is_held(verdict.name):
+            if tier.is_held(judgement.name):
                 continue  # it is on its way to another node, or its files are on their way here
-            tier.remove(verdict.name)
+            tier.remove(judgement.name)
         except (OSError, ResilienceError) as error:
-            log.warning("event=forget name=%s error=%r", verdict.name, error)
+            log.warning("event=forget name=%s error=%r", judgement.name, error)
             continue
-        log.info("event=forget name=%s from=%s reason=%r", verdict.name, tier.where(), "; ".join(verdict.reasons))
-        removed.append(verdict)
+        log.info("event=forget name=%s from=%s reason=%r", judgement.name, tier.where(), "; ".join(judgement.reasons))
+        removed.append(judgement)
     return removed
 
 

@@ -56,7 +56,6 @@ class Telemetry:
 
     def __init__(self, before: Before | None, now: float) -> None:
         self._before = before or Before(now)
-        self._began = now
         self._alone: deque[float] = deque(maxlen=STEPS)
         self._beside: deque[float] = deque(maxlen=STEPS)
         self._stalls: list[float] = []
@@ -65,7 +64,6 @@ class Telemetry:
         self._hot_bytes = 0
         self._lag = 0.0
         self._suspect = 0
-        self._lost = 0.0
         self._replicated = 0
         self.skipped = 0
         self.failures = 0
@@ -89,10 +87,6 @@ class Telemetry:
         self._upload_bytes += sent
         self._lag = max(self._lag, lag)
 
-    def lose(self, seconds: float) -> None:
-        """So much training came to nothing: the run was taken back."""
-        self._lost += seconds
-
     # -- what comes of it ---------------------------------------------------------------------------------------------
 
     @property
@@ -102,18 +96,21 @@ class Telemetry:
             return None
         return median(self._beside) / max(median(self._alone), 1e-9) - 1
 
-    def goodput(self, now: float) -> float:
-        """Share of the time since the run began, up to ``now``, in which it made progress that lasted so far."""
-        useful = self._before.useful + max(now - self._began - sum(self._stalls) - self._lost, 0.0)
-        return min(useful / max(now - self._before.began, 1e-9), 1.0)
+    def goodput(self, now: float, useful: float) -> float:
+        """Share of the time since the run began, up to ``now``, in which it made progress that lasted so far:
+        ``useful`` seconds in this life."""
+        return min((self._before.useful + useful) / max(now - self._before.began, 1e-9), 1.0)
 
-    def of_commit(self, cost: Cost, healthy: bool, now: float, at_risk: tuple[float, int]) -> dict[str, float]:
+    def of_commit(
+        self, cost: Cost, healthy: bool, now: float, useful: float, at_risk: tuple[float, int]
+    ) -> dict[str, float]:
         """For loggers, of a save that was just committed.
 
         Args:
             cost: of it.
             healthy: whether it is.
             now: seconds since 1970.
+            useful: seconds of this life that were of use.
             at_risk: seconds and steps of progress that would have been lost just before the commit.
         """
         metrics = {
@@ -128,7 +125,7 @@ class Telemetry:
             "skipped": float(self.skipped),
             "failures": float(self.failures),
             "restarts": float(self._before.restarts),
-            "goodput": self.goodput(now),
+            "goodput": self.goodput(now, useful),
         }
         if self.slowdown is not None:
             metrics["step_slowdown"] = self.slowdown
@@ -146,8 +143,8 @@ class Telemetry:
             }
         )
 
-    def summary(self, now: float) -> str:
-        """One line for the end of a fit."""
+    def summary(self, now: float, useful: float) -> str:
+        """One line for the end of a fit, ``useful`` seconds of which were of use."""
         parts = [f"saves={len(self._stalls)}", f"bytes={human_size(self._hot_bytes)!r}"]
         if self._stalls:
             parts += [
@@ -165,7 +162,7 @@ class Telemetry:
             ]
         counted = {"skipped": self.skipped, "failures": self.failures, "suspect": self._suspect}
         parts += [f"{name}={count}" for name, count in counted.items() if count]
-        parts += [f"restarts={self._before.restarts}", f"goodput={self.goodput(now):.1%}"]
+        parts += [f"restarts={self._before.restarts}", f"goodput={self.goodput(now, useful):.1%}"]
         return " ".join(parts)
 
 

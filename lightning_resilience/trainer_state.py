@@ -25,6 +25,11 @@ def step_of(trainer: Trainer) -> int:
     return trainer.global_step or int(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
 
 
+def position_of(trainer: Trainer) -> tuple[int, int]:
+    """The step boundary training is at; batches count where manual optimization leaves the step alone."""
+    return trainer.global_step, trainer.fit_loop.epoch_loop.batch_progress.total.ready
+
+
 def split(checkpoint: Mapping[str, Any], prefix: str = "model") -> tuple[dict[str, Any], dict[str, Any]]:
     """Separate what DCP stores from the rest; the checkpoint is left as it is.
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,11 +22,10 @@ from lightning_resilience.losses import LossStream
 from lightning_resilience.manifest import HEALTHY, Manifest
 from lightning_resilience.schedule import Progress, Schedule
 from lightning_resilience.telemetry import Cost, Telemetry, before
+from lightning_resilience.useful import Useful
 
 END_OF_TRAINING = "end of training"
 """Why a run's last checkpoint was saved."""
-REMEMBERED = 10_000
-"""Saves of which it is remembered when they were made."""
 
 
 class Watch:
@@ -84,7 +82,7 @@ class Watch:
             failures, seconds = saved.get("history", (0, 0.0))
             carried = History(failures + (not ended), seconds)
         self._ledger = Ledger(folder, carried)
-        self._ledger.start(now.seconds, now.step, run=run)
+        self._ledger.start(self._useful, now.step, run=run)
         self.telemetry = Telemetry(before(self._ledger.before, now.step, run), time.time())
         if saved is not None:
             self.course.restore(saved.get("course", {}))
@@ -155,12 +153,12 @@ class Watch:
         seconds = save.seconds
         if self._decider is not None:
             self._decider.see_save(save.stall, seconds)
+        self._useful.saved(manifest.order, now.seconds - seconds, save.stall)
         if self._ledger is not None:
             self._ledger.commit(now.seconds, now.step, save.stall, seconds)
         at_risk = (now.seconds - self._safe.seconds, now.step - self._safe.step)
         self._safe = Progress(save.step, now.seconds - seconds)
-        self._useful.saved(manifest.order, now.seconds - seconds, save.stall)
-        return self.telemetry.of_commit(cost, healthy, time.time(), at_risk)
+        return self.telemetry.of_commit(cost, healthy, time.time(), self._useful.seconds(now.seconds), at_risk)
 
     def replicated(self, seconds: float, sent: int, lag: float, backlog: int) -> dict[str, float]:
         """A checkpoint got into the cold tier; for loggers."""
@@ -169,10 +167,7 @@ class Watch:
 
     def went_back(self, now: Progress, good: Manifest) -> None:
         """The run was taken back to a checkpoint."""
-        lost = self._useful.back_to(good.order, now.seconds)
-        self.telemetry.lose(lost)
-        if self._ledger is not None:
-            self._ledger.lose(lost)
+        self._useful.back_to(good.order, now.seconds)
         self._safe = now
         self._step = now.step
         self._losses.take_all()  # they are of before
@@ -181,7 +176,7 @@ class Watch:
 
     def summary(self) -> str:
         """One line for the end of the fit."""
-        return self.telemetry.summary(time.time())
+        return self.telemetry.summary(time.time(), self._useful.seconds(time.monotonic()))
 
     def end(self, how: str = CLEAN) -> None:
         """Training ended; see ``ledger`` for the words."""
@@ -200,29 +195,3 @@ class Watch:
             "course": self.course.state(),
             "rollbacks": self.rollbacks,
         }
-
-
-class Useful:
-    """Seconds of training in this life up to each of its saves, less what saves kept it still and what came to nothing.
-
-    Args:
-        began: seconds of a monotonic clock.
-    """
-
-    def __init__(self, began: float = 0.0) -> None:
-        self._began = began  # moved on by what was not useful
-        self._until: deque[tuple[tuple[int, int], float]] = deque(maxlen=REMEMBERED)
-
-    def saved(self, order: tuple[int, int], began: float, stall: float) -> None:
-        """A checkpoint has what was done until its save ``began``, for which training stood still for ``stall`` s."""
-        self._until.append((order, max(began - self._began, 0.0)))
-        self._began += stall
-
-    def back_to(self, order: tuple[int, int], now: float) -> float:
-        """How much came to nothing because the run goes on from that checkpoint, or from one of an earlier life."""
-        while self._until and self._until[-1][0] > order:
-            self._until.pop()
-        kept = self._until[-1][1] if self._until else 0.0
-        lost = max(now - self._began - kept, 0.0)
-        self._began += lost
-        return lost

@@ -276,8 +276,9 @@ class Blocked(ResilientCheckpoint):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
         self.there = steps(store.list_checkpoints(LocalTier(str(self.dirpath))).committed)
-        assert self._replicator is not None
-        self.lag = self._replicator.lag
+        assert self._fit is not None
+        assert self._fit.destination.replicator is not None
+        self.lag = self._fit.destination.replicator.lag
         self.release.set()
 
 
@@ -1065,7 +1066,7 @@ def test_exception_is_not_held_up_by_a_cold_tier_that_stands_still(
         put(self, key, *args)
 
     monkeypatch.setattr(FsspecObjects, "put", blocked)
-    monkeypatch.setattr("lightning_resilience.callback.DRAIN_AFTER_EXCEPTION", 0.3)
+    monkeypatch.setattr("lightning_resilience.fit.DRAIN_AFTER_EXCEPTION", 0.3)
     with pytest.raises(RuntimeError, match="not ours"):
         fit(tmp_path, Fails(5))
     assert not release.is_set()

@@ -21,7 +21,8 @@ from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor
 
 from forks import run_fork, run_forks
-from lightning_resilience import Keep, callback, replication, store
+from lightning_resilience import Keep, replication, store
+from lightning_resilience import fit as fits
 from lightning_resilience.tiers import LocalTier
 from probes import Witness, fit, slow, whole_steps
 from processes import run_alone
@@ -106,7 +107,7 @@ def test_a_process_that_ends_commits_the_save_under_way(ends: tuple[Path, dict[s
 def hang_and_raise(root: Path) -> None:
     """Raise while the writer is stuck for good."""
     slow(10_000)
-    callback.DRAIN_AFTER_EXCEPTION = 1.0
+    fits.DRAIN_AFTER_EXCEPTION = 1.0
     with pytest.raises(ZeroDivisionError):
         fit(root, Witness(root, 2), model=EndsAt3("exception in a step"))
 

@@ -14,13 +14,16 @@ import pytest
 from forks import run_fork, start_forks
 from lightning_resilience import ledger
 from lightning_resilience.ledger import LEDGER, History, Ledger, Record, read, understood
+from lightning_resilience.useful import Useful
 
 
 def live(folder: Path, how: str | None, *, commits: int = 1, step: int = 0, **facts: Any) -> Ledger:
     """A life of 100 seconds a commit, ended as said; None is a kill."""
     book = Ledger(folder)
-    book.start(1000.0, step, **facts)
+    useful = Useful(1000.0)
+    book.start(useful, step, **facts)
     for number in range(1, commits + 1):
+        useful.saved((number, step), 1000.0 + 100 * number, 0.5)
         book.commit(1000.0 + 100 * number, step + 10 * number, 0.5, 3.0)
     if how is None:
         book._lines.put(None)
@@ -63,7 +66,7 @@ def test_ledger_says_what_goodput_across_restarts_needs(tmp_path: Path) -> None:
 
 def test_beats_without_commits_are_written_once_a_minute(tmp_path: Path) -> None:
     book = Ledger(tmp_path)
-    book.start(0.0, 0)
+    book.start(Useful(0.0), 0)
     for second in range(1, 200):
         book.beat(float(second), second)
     book.end(200.0, 200, "clean")
@@ -75,7 +78,7 @@ def test_lives_that_only_the_checkpoint_knows_are_carried_over(tmp_path: Path) -
     book = Ledger(tmp_path / "moved", History(3, 5000.0))
     assert book.history == History(3, 5000.0)
     (tmp_path / "moved").mkdir()
-    book.start(0.0, 7)
+    book.start(Useful(0.0), 7)
     assert book.known(60.0) == History(3, 5060.0)
     book.end(50.0, 9, "exception")
     assert read(tmp_path / "moved").history() == History(4, 5050.0)
@@ -84,7 +87,7 @@ def test_lives_that_only_the_checkpoint_knows_are_carried_over(tmp_path: Path) -
 
 def test_without_a_folder_the_checkpoint_is_all_there_is() -> None:
     book = Ledger(None, History(2, 10.0))
-    book.start(0.0, 0)
+    book.start(Useful(0.0), 0)
     book.commit(5.0, 1, 0.1, 0.2)
     assert book.known(6.0) == History(2, 16.0)
     book.end(7.0, 2, "clean")
@@ -162,7 +165,7 @@ def test_readers_see_whole_ledgers_while_it_is_written_and_put_in_order(tmp_path
 def test_ledger_that_cannot_be_written_is_mentioned_and_given_up(tmp_path: Path, caplog) -> None:
     (tmp_path / LEDGER).mkdir()
     book = Ledger(tmp_path)
-    book.start(0.0, 0)
+    book.start(Useful(0.0), 0)
     book.commit(100.0, 1, 0.1, 0.2)
     book.end(200.0, 2, "clean")
     assert caplog.text.count("failures are not written down") == 1
@@ -180,7 +183,7 @@ def test_put_in_order_twice_is_as_put_in_order_once(tmp_path: Path) -> None:
 
 def be_killed(folder: Path) -> None:
     book = Ledger(folder)
-    book.start(0.0, 0)
+    book.start(Useful(0.0), 0)
     book.commit(100.0, 5, 0.1, 1.0)
     while not any(life.id == book.life and life.seconds == 100.0 for life in read(folder).lives):
         pass

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 
 from forks import run_forks, start_forks
-from lightning_resilience import Keep, callback, points
+from lightning_resilience import Keep, points
 from lightning_resilience.engine import Engine
 from lightning_resilience.errors import SaveFailed
 from lightning_resilience.preemption import Preempted
@@ -396,7 +396,7 @@ class Stop(L.Callback):
 
 @pytest.mark.parametrize("let_go", [True, False], ids=["ends in time", "does not end"])
 def test_an_exception_in_the_middle_of_a_copy(tmp_path: Path, let_go: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(callback, "DRAIN_AFTER_EXCEPTION", 10.0 if let_go else 0.3)
+    monkeypatch.setattr("lightning_resilience.fit.DRAIN_AFTER_EXCEPTION", 10.0 if let_go else 0.3)
     saver = checkpoint_every(tmp_path / "run", 2)
     with Hold() as hold:
         model = TinyModel()

@@ -28,7 +28,7 @@ def run(*losses: float | None, **by_step: dict) -> dict[str, Manifest]:
 
 
 def kept(manifests: dict[str, Manifest], keep: Keep, ranking: Ranking | None = None, in_use: tuple = ()) -> set[str]:
-    return {verdict.name for verdict in judge(manifests, keep, ranking, in_use) if verdict.keep}
+    return {judgement.name for judgement in judge(manifests, keep, ranking, in_use) if judgement.keep}
 
 
 LOSS = Ranking("loss")
@@ -108,14 +108,14 @@ def test_newer_means_saved_later_whatever_step_and_clock_say() -> None:
         "before": manifest(500, sequence=1, created="2030-01-01T00:00:00Z"),
         "after": manifest(200, sequence=2, created="2020-01-01T00:00:00Z"),
     }
-    assert [verdict.name for verdict in judge(manifests, Keep(last=1))] == ["after", "before"]
+    assert [judgement.name for judgement in judge(manifests, Keep(last=1))] == ["after", "before"]
     assert kept(manifests, Keep(last=1)) == {"after"}
 
 
-def test_verdicts_come_newest_first_with_reasons() -> None:
+def test_judgements_come_newest_first_with_reasons() -> None:
     manifests = run(5.0, 1.0, 3.0, 2.0, 4.0, s1={"labels": (PINNED,)}, s4={"health": SUSPECT}, s5={"health": SUSPECT})
-    verdicts = judge(manifests, Keep(last=1, top_k=1), LOSS, {"s2"})
-    assert [(verdict.name, verdict.keep, verdict.reasons) for verdict in verdicts] == [
+    judgements = judge(manifests, Keep(last=1, top_k=1), LOSS, {"s2"})
+    assert [(judgement.name, judgement.keep, judgement.reasons) for judgement in judgements] == [
         ("s5", True, ("newest",)),
         ("s4", False, ("not among the newest 1 nor among the 1 best",)),
         ("s3", True, ("newest healthy",)),
@@ -129,13 +129,13 @@ def test_verdicts_come_newest_first_with_reasons() -> None:
     [(2, "2nd"), (3, "3rd"), (4, "4th"), (11, "11th"), (12, "12th"), (13, "13th"), (21, "21st"), (22, "22nd")],
 )
 def test_places_are_written_as_people_write_them(place: int, word: str) -> None:
-    verdicts = judge(run(*range(30)), Keep(last=30), None)
-    assert verdicts[place - 1].reasons == (f"{word} newest",)
+    judgements = judge(run(*range(30)), Keep(last=30), None)
+    assert judgements[place - 1].reasons == (f"{word} newest",)
 
 
 def test_what_goes_for_lack_of_a_score_says_so() -> None:
-    verdicts = judge(run(None, 1.0), Keep(last=1, top_k=-1), LOSS)
-    assert verdicts[-1].reasons == ("not among the newest 1 and without a score",)
+    judgements = judge(run(None, 1.0), Keep(last=1, top_k=-1), LOSS)
+    assert judgements[-1].reasons == ("not among the newest 1 and without a score",)
 
 
 def random_run(rng: random.Random) -> dict[str, Manifest]:
@@ -243,7 +243,7 @@ def test_newest_that_the_schedule_marked_stay_besides_and_no_more_than_so_many()
     assert kept(manifests, Keep(last=1, marked=0)) == {"s50"}
     manifests["s20"] = replace(manifests["s20"], health="suspect")
     assert kept(manifests, Keep(last=1)) == {"s50", "s7"}
-    reasons = {verdict.name: verdict.reasons for verdict in judge(manifests, Keep(last=1, marked=2))}
+    reasons = {judgement.name: judgement.reasons for judgement in judge(manifests, Keep(last=1, marked=2))}
     assert reasons["s7"] == ("newest milestone",)
 
 
@@ -261,8 +261,8 @@ def test_milestones_are_the_same_whether_judged_after_each_save_or_at_the_end() 
 
 def test_rules_add_up_to_exactly_what_they_say() -> None:
     manifests = at_steps(10, 20, 30, 40, 50, 60, loss=[1, 9, 0.5, 9, 9, 9])
-    verdicts = judge(manifests, Keep(last=1, top_k=1, milestones=20), LOSS)
-    assert {verdict.name: verdict.reasons for verdict in verdicts if verdict.keep} == {
+    judgements = judge(manifests, Keep(last=1, top_k=1, milestones=20), LOSS)
+    assert {judgement.name: judgement.reasons for judgement in judgements if judgement.keep} == {
         "s60": ("newest", "milestone 60"),
         "s40": ("milestone 40",),
         "s30": ("best loss",),
@@ -276,8 +276,8 @@ def test_bytes_are_bounded_the_oldest_going_first_and_the_best_last() -> None:
     assert kept(manifests, keep, LOSS) == {"s1", "s4", "s5"}
     assert kept(manifests, replace(keep, max_bytes=5), LOSS) == {"s5"}
     assert kept(manifests, replace(keep, max_bytes=50), LOSS) == set(manifests)
-    [verdict] = [found for found in judge(manifests, keep, LOSS) if found.name == "s2"]
-    assert verdict.reasons == ("over max_bytes=30",)
+    [judgement] = [found for found in judge(manifests, keep, LOSS) if found.name == "s2"]
+    assert judgement.reasons == ("over max_bytes=30",)
 
 
 @pytest.mark.parametrize(

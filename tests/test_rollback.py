@@ -97,7 +97,9 @@ def test_checkpoint_from_before_a_spike_stays_until_it_is_over(tmp_path: Path) -
 
     class Looks(ResilientCheckpoint):
         def on_checkpoint_committed(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
-            kept[checkpoint.manifest.step] = sorted(one.step for one in self._standings.committed.values())
+            assert self._fit is not None
+            known = self._fit.destination.standings.committed
+            kept[checkpoint.manifest.step] = sorted(one.step for one in known.values())
 
     model = Poisoned(155, 170)
     callback = Looks(tmp_path / "run", schedule=EverySteps(10), keep=Keep(last=1))
@@ -239,10 +241,12 @@ def test_run_goes_back_to_what_only_the_cold_tier_has(tmp_path: Path) -> None:
                 while not sent.exists():
                     assert time.monotonic() < until
                     time.sleep(0.01)
-                for name, one in list(callback._standings.committed.items()):
+                assert callback._fit is not None
+                known = callback._fit.destination.standings.committed
+                for name, one in list(known.items()):
                     if one.step <= 150:
                         shutil.rmtree(tmp_path / "run" / name)
-                        del callback._standings.committed[name]
+                        del known[name]
 
     model = Poisoned(155, heals=True)
     callback = ResilientCheckpoint(

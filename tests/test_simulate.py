@@ -16,6 +16,7 @@ from lightning_resilience.adaptive import AdaptiveSchedule
 from lightning_resilience.ledger import Ledger
 from lightning_resilience.schedule import EverySeconds, Progress, Schedule
 from lightning_resilience.simulate import DAY, Setting, average, failures_of, simulate
+from lightning_resilience.useful import Useful
 
 HOUR = 3600.0
 
@@ -164,7 +165,7 @@ def test_simulate_as_json_is_one_document(call) -> None:
 def write_ledger(folder: Path) -> None:
     for _ in range(20):
         book = Ledger(folder)
-        book.start(0.0, 0)
+        book.start(Useful(0.0), 0)
         for number in range(1, 11):
             book.commit(number * 72.0, number * 18, 0.25, 4.0)
         book.end(720.0, 180, "exception")

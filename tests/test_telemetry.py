@@ -6,7 +6,7 @@ import pytest
 
 from lightning_resilience.ledger import Life, Record
 from lightning_resilience.telemetry import Before, Cost, Telemetry, before
-from lightning_resilience.watch import Useful
+from lightning_resilience.useful import Useful
 
 
 def life(began: float, first: int, last: int, seconds: float, stalled: float = 0.0) -> Life:
@@ -18,19 +18,13 @@ def life(began: float, first: int, last: int, seconds: float, stalled: float = 0
 COST = Cost(stall=0.5, stage=0.2, persist=4.0, bytes=8 * 10**9)
 
 
-def test_a_run_without_a_life_before_it_is_useful_but_for_its_stalls() -> None:
-    told = Telemetry(None, now=1000.0)
-    assert told.goodput(1010.0) == 1.0
-    told.committed(COST, healthy=True)
-    told.committed(COST, healthy=True)
-    assert told.goodput(1010.0) == pytest.approx(0.9)
-
-
-def test_training_that_the_run_was_taken_back_from_is_not_useful() -> None:
-    told = Telemetry(None, now=1000.0)
-    told.committed(COST, healthy=True)
-    told.lose(2.5)
-    assert told.goodput(1010.0) == pytest.approx(0.7)
+def test_what_saves_keep_training_still_for_is_not_of_use() -> None:
+    useful, told = Useful(began=100.0), Telemetry(None, now=1000.0)
+    assert told.goodput(1010.0, useful.seconds(110.0)) == 1.0
+    useful.saved((1, 10), began=104.0, stall=0.5)
+    useful.saved((2, 20), began=108.0, stall=0.5)
+    assert useful.seconds(110.0) == 9.0
+    assert told.goodput(1010.0, useful.seconds(110.0)) == pytest.approx(0.9)
 
 
 def test_what_came_to_nothing_is_what_was_done_since_the_checkpoint_that_a_run_goes_back_to() -> None:
@@ -42,6 +36,8 @@ def test_what_came_to_nothing_is_what_was_done_since_the_checkpoint_that_a_run_g
     useful.saved((4, 25), began=140.0, stall=0.0)  # 5 s since: 25 s done
     assert useful.back_to((4, 25), now=141.0) == pytest.approx(1.0)
     assert useful.back_to((0, 5), now=143.0) == pytest.approx(27.0)  # to an earlier life: all of this one
+    assert useful.seconds(143.0) == 0.0
+    assert useful.wasted == pytest.approx(43.0)
 
 
 def test_goodput_counts_the_time_that_a_run_was_down_and_the_steps_that_were_done_again() -> None:
@@ -49,8 +45,8 @@ def test_goodput_counts_the_time_that_a_run_was_down_and_the_steps_that_were_don
     known = before(Record(lives), resumed_at=130)
     assert known == Before(0.0, 80.0 + 50.0, 2)
     told = Telemetry(known, now=250.0)
-    assert told.goodput(300.0) == pytest.approx((130 + 50) / 300)
-    assert told.of_commit(COST, True, 300.0, (5.0, 7))["resilience/restarts"] == 2
+    assert told.goodput(300.0, useful=50.0) == pytest.approx((130 + 50) / 300)
+    assert told.of_commit(COST, True, 300.0, 50.0, (5.0, 7))["resilience/restarts"] == 2
 
 
 @pytest.mark.parametrize(
@@ -88,14 +84,14 @@ def test_slowdown_is_told_once_there_are_steps_of_both_kinds_and_outliers_do_not
         told.step(1.1, saving=True)
     told.step(100.0, saving=True)
     assert told.slowdown == pytest.approx(0.1)
-    assert told.of_commit(COST, True, 1.0, (0.0, 0))["resilience/step_slowdown"] == pytest.approx(0.1)
+    assert told.of_commit(COST, True, 1.0, 1.0, (0.0, 0))["resilience/step_slowdown"] == pytest.approx(0.1)
 
 
 def test_what_loggers_see_of_a_commit_and_of_a_copy() -> None:
     told = Telemetry(None, now=0.0)
     told.skipped, told.failures = 3, 1
     told.committed(COST, healthy=False)
-    assert told.of_commit(COST, False, 10.0, (12.5, 40)) == {
+    assert told.of_commit(COST, False, 10.0, 9.5, (12.5, 40)) == {
         "resilience/stall_seconds": 0.5,
         "resilience/stage_seconds": 0.2,
         "resilience/persist_seconds": 4.0,
@@ -120,11 +116,11 @@ def test_what_loggers_see_of_a_commit_and_of_a_copy() -> None:
 
 def test_the_summary_says_what_there_was_and_nothing_else() -> None:
     told = Telemetry(None, now=0.0)
-    assert told.summary(10.0) == "saves=0 bytes='0 B' restarts=0 goodput=100.0%"
+    assert told.summary(10.0, 10.0) == "saves=0 bytes='0 B' restarts=0 goodput=100.0%"
     told.committed(COST, healthy=True)
     told.replicated(10**9, 7.0)
     told.failures = 1
-    assert told.summary(10.0) == (
+    assert told.summary(10.0, 9.5) == (
         "saves=1 bytes='7.5 GiB' stall=0.50 median_stall=0.500 median_persist=4.00 replicated=1 sent='953.7 MiB'"
         " most_lag=7.0 failures=1 restarts=0 goodput=95.0%"
     )

@@ -19,9 +19,11 @@ from torch import Tensor
 from forks import run_forks
 from lightning_resilience import AdaptiveSchedule, EverySteps, FirstOf, Keep, LossVariance, ResilientCheckpoint, ranks
 from lightning_resilience import ledger as ledgers
+from lightning_resilience.decisions import Decisions
 from lightning_resilience.ledger import History
 from lightning_resilience.losses import SLOTS, LossStream
 from lightning_resilience.manifest import MILESTONE
+from lightning_resilience.saving import Saving
 from lightning_resilience.schedule import Decider, Decision, Progress, Schedule
 from lightning_resilience.watch import Watch
 from support import TinyModel, committed, data, make_trainer, settle, strategy
@@ -46,7 +48,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, step: float = 10.0) -> None:
         self.step, self.trainer = step, None
-        for module in ("callback", "watch"):
+        for module in ("saving", "watch"):
             monkeypatch.setattr(f"lightning_resilience.{module}.time", self)
 
     def monotonic(self) -> float:
@@ -62,16 +64,17 @@ class Costs(ResilientCheckpoint):
 
     STALL, SECONDS = 0.5, 5.0
 
-    def _hear(self, trainer: L.Trainer) -> None:
-        original = self._watch.committed if self._watch is not None else None
-        if original is not None and not hasattr(self._watch, "_told"):
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        assert self._fit is not None
+        watch = self._fit.watch
+        original = watch.committed
 
-            def told(save: Any, now: Progress) -> None:
-                save.stall, save.seconds = self.STALL, self.SECONDS
-                original(save, now)
+        def told(save: Any, now: Progress) -> dict[str, float]:
+            save.stall, save.seconds = self.STALL, self.SECONDS
+            return original(save, now)
 
-            self._watch.committed, self._watch._told = told, True
-        super()._hear(trainer)
+        watch.committed = told  # type: ignore[method-assign]
 
 
 def fit(
@@ -137,7 +140,8 @@ def test_rolling_saves_and_rarer_archived_ones_are_bounded(tmp_path: Path) -> No
     class Counting(ResilientCheckpoint):
         def on_checkpoint_committed(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
             heard.append(checkpoint.manifest.step)
-            assert len(self._standings.committed) <= 3 + 4
+            assert self._fit is not None
+            assert len(self._fit.destination.standings.committed) <= 3 + 4
 
     fit(tmp_path, Counting(tmp_path / "run", schedule=EverySteps(5), keep=keep), script)
     assert heard == list(range(5, 201, 5))
@@ -313,10 +317,16 @@ class Counting(ResilientCheckpoint):
         with self._counted():
             super().on_train_batch_end(*args)
 
-    def _between_batches(self, epoch: int, epoch_ended: bool, at_boundary: bool) -> None:
-        self.steps += 1
-        with self._counted():
-            super()._between_batches(epoch, epoch_ended, at_boundary)
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        between_batches = Decisions.between_batches
+
+        def counted(*args: Any) -> None:
+            self.steps += 1
+            with self._counted():
+                between_batches(*args)
+
+        Decisions.between_batches = counted  # type: ignore[method-assign]
+        super().on_train_start(trainer, pl_module)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -388,17 +398,18 @@ def save_by_own_clocks(folder: str, steps: int) -> tuple[list[tuple[int, str]], 
         def monotonic() -> float:
             return 1e6 * rank + real() * (1, 5, 0.2, 40)[rank]
 
-    for module in ("callback", "watch"):
+    for module in ("saving", "watch"):
         monkeypatch.setattr(f"lightning_resilience.{module}.time", Skewed)
     asked: list[int] = []
+    save = Saving.save
 
-    class Noted(ResilientCheckpoint):
-        def _save(self, trainer: L.Trainer, reason: str, epoch: int, **kwargs: Any) -> Any:
-            asked.append(trainer.global_step)
-            return super()._save(trainer, reason, epoch, **kwargs)
+    def noted(saving: Saving, *args: Any, **kwargs: Any) -> bool:
+        asked.append(trainer.global_step)
+        return save(saving, *args, **kwargs)
 
+    monkeypatch.setattr(Saving, "save", noted)
     rule = AdaptiveSchedule(max_overhead=0.9, rpo_seconds=0.4, window=5)
-    callback = Noted(folder, schedule=FirstOf(rule, EverySteps(111)), keep=Keep(last=-1))
+    callback = ResilientCheckpoint(folder, schedule=FirstOf(rule, EverySteps(111)), keep=Keep(last=-1))
     trainer = make_trainer(
         Path(folder), callback, settle(), max_epochs=-1, max_steps=steps, devices=world, strategy=strategy("ddp")
     )

@@ -29,6 +29,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -215,17 +216,17 @@ def check_stall(root: Path, gib: float) -> dict[str, Any]:
                     self.into.append(now - self.began)
                 self.began = now
 
-        class Saver(ResilientCheckpoint):
-            def _hear(self, *args: Any) -> None:
-                before = self._last_save
-                super()._hear(*args)
-                if self._last_save is not before and self._last_save is not None:
-                    stalls.append(self._last_save.stall)  # noqa: B023
+        class Stalls(DummyLogger):
+            def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+                if "resilience/stall_seconds" in metrics:
+                    stalls.append(metrics["resilience/stall_seconds"])  # noqa: B023
 
         folder = root / name.replace(" ", "-")
-        saver = Saver(folder, schedule=EverySteps(3), keep=Keep(last=1), on_save_error="raise", overlap_staging=choice)
+        saver = ResilientCheckpoint(
+            folder, schedule=EverySteps(3), keep=Keep(last=1), on_save_error="raise", overlap_staging=choice
+        )
         trainer = L.Trainer(
-            accelerator="cuda", devices=1, max_epochs=1, max_steps=12, logger=False, enable_progress_bar=False,
+            accelerator="cuda", devices=1, max_epochs=1, max_steps=12, logger=Stalls(), enable_progress_bar=False,
             enable_model_summary=False, callbacks=[Times(steps), Settle(saver), saver], default_root_dir=folder,
         )  # fmt: skip
         trainer.fit(model, data(width, 24))
