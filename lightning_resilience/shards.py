@@ -31,6 +31,7 @@ import pickle
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
@@ -430,9 +431,21 @@ def dump_object(value: Any) -> bytes:
     In ``torch.save``'s stream format, which every ``torch.load`` reads up to its end and no further, so that the spot
     can be larger than the object; the zip format cannot be padded.
     """
+    if type(value) is list and set(map(type, value)) == {str}:
+        return _dump_names(tuple(value))
+    return _dump(value)
+
+
+def _dump(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer, _use_new_zipfile_serialization=False)
     return buffer.getvalue()
+
+
+@lru_cache(16)
+def _dump_names(names: tuple[str, ...]) -> bytes:
+    """Those of an optimizer's parameters are many, and the same in every save."""
+    return _dump(list(names))
 
 
 def metadata_bytes(plan: GlobalPlan, extents: Sequence[Sequence[Extent]]) -> bytes:

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache, partial
-from itertools import compress
+from itertools import compress, takewhile
 from operator import attrgetter, not_
 from typing import Any, Protocol
 
@@ -71,6 +71,8 @@ class Copies:
     def _where(self, wanted: Sequence[bool]) -> Copies:
         if all(wanted):
             return self
+        if not any(wanted):
+            return Copies()
         return Copies(*(list(compress(part, wanted)) for part in self._parts))
 
     @property
@@ -180,10 +182,10 @@ class HostLane:
         return partial(ctypes.memmove, target.data_ptr() + begin, source.data_ptr() + begin, count)
 
     def _several(self) -> Callable[[], object]:
-        begin = self._next
-        while self._next < min(len(self._sources), begin + MANY) and not _is_large(self._sources[self._next]):
-            self._next += 1
-        return partial(torch._foreach_copy_, self._targets[begin : self._next], self._sources[begin : self._next])
+        sizes = map(attrgetter("nbytes"), self._sources[self._next : self._next + MANY])
+        several = slice(self._next, self._next + len(list(takewhile(SMALL.__ge__, sizes))))
+        self._next = several.stop
+        return partial(torch._foreach_copy_, self._targets[several], self._sources[several])
 
     def hold_back(self) -> None:
         with self._changed:
