@@ -4,6 +4,7 @@ itself."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,10 +15,10 @@ from lightning_resilience.data import DataPosition
 from lightning_resilience.doorway import Doorway
 from lightning_resilience.engine import Facts, Snapshot
 from lightning_resilience.errors import SaveFailed
+from lightning_resilience.flat import PLAIN
 from lightning_resilience.manifest import WEIGHTS_ONLY
 from lightning_resilience.ranks import Ranks
 from lightning_resilience.reader import canonical
-from lightning_resilience.shards import PLAIN
 from lightning_resilience.strategies import Family, raw_optimizer
 
 
@@ -66,15 +67,9 @@ class Capture:
         if self._ranks.rank == 0:
             meta = self._dump(rest)
         _check_saveable(state)
-        identical = self._family.identical(state)
-        return Snapshot(
-            state,
-            identical,
-            meta,
-            run_state.to_bytes(self._of_this_rank(state, settled)),
-            lambda: self._family.trained(state),
-            lambda: self._family.still(state),
-        )
+        family = self._family
+        own = run_state.to_bytes(self._of_this_rank(state, settled))
+        return Snapshot(state, family.identical, meta, own, family.trained, family.still)
 
     def tensors(self, weights_only: bool) -> Snapshot:
         """What a plan is made from, and no more: the model, and the optimizers as they are once they have stepped."""
@@ -82,7 +77,7 @@ class Capture:
         if not weights_only:
             for index, optimizer in enumerate(self._trainer.optimizers):
                 state[f"optimizer_{index}"] = self.optimizer_state(optimizer)
-        return Snapshot(state, self._family.identical(state), b"", b"", lambda: self._family.trained(state))
+        return Snapshot(state, self._family.identical, b"", b"", self._family.trained)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """In the place of ``Strategy.optimizer_state``."""
@@ -143,6 +138,9 @@ class Capture:
 def _check_saveable(state: Mapping[str, Any]) -> None:
     """Stop at the first save where a tensor has no plain memory to copy."""
     for part in state.values():
+        plain = [value for value in part.values() if type(value) in PLAIN]
+        if set(map(attrgetter("layout"), plain)) <= {torch.strided} and not any(map(attrgetter("is_quantized"), plain)):
+            continue
         for name, value in part.items():
             if type(value) in PLAIN and (value.layout != torch.strided or value.is_quantized):
                 raise SaveFailed(

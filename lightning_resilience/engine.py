@@ -35,12 +35,13 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from lightning_resilience import points, retention, store
 from lightning_resilience.errors import ResilienceError, SaveFailed
+from lightning_resilience.flat import FlatState, State
 from lightning_resilience.health import first_not_finite
 from lightning_resilience.manifest import (
     HEALTHY,
@@ -58,7 +59,7 @@ from lightning_resilience.planning import Plan, Planner, Prepared
 from lightning_resilience.ranks import Board, Ranks, attempt, raise_first
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.retention import Keep, Ranking
-from lightning_resilience.shards import State, collector_paused
+from lightning_resilience.shards import collector_paused
 from lightning_resilience.slots import Slot, dump_objects
 from lightning_resilience.staging import Staging
 from lightning_resilience.threads import give_way
@@ -72,25 +73,34 @@ OVERDUE = 60.0
 """Seconds after its deadline at which a save that has not even failed is spoken of."""
 
 
+Keys: TypeAlias = Callable[[FlatState], Collection[str]]
+"""Gives some of the keys of a flat state."""
+
+
+def none(_: FlatState) -> Collection[str]:
+    """No keys."""
+    return ()
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """What a save copies: references to the live state, and what is already serialised.
 
     Args:
         state: nested tensors and objects, as DCP takes them; this rank's part.
-        identical: flat keys of plain tensors that all ranks hold bit for bit.
+        identical: gives the keys of plain tensors that all ranks hold bit for bit, of the flat state.
         meta: content of ``meta.pt``, of which rank 0's is written; or why there is none, which drops the save.
         rank_state: content of this rank's own file.
-        trained: gives the flat keys of the parameters, which must be finite in a checkpoint to resume from.
-        still: gives the flat keys of tensors that nothing but an optimizer's step changes.
+        trained: gives the keys of the parameters, which must be finite in a checkpoint to resume from.
+        still: gives the keys of tensors that nothing but an optimizer's step changes.
     """
 
     state: State
-    identical: Collection[str]
+    identical: Keys
     meta: bytes | Exception
     rank_state: bytes
-    trained: Callable[[], Collection[str]] = tuple
-    still: Callable[[], Collection[str]] = tuple
+    trained: Keys = none
+    still: Keys = none
 
 
 @dataclass(frozen=True)
@@ -329,7 +339,8 @@ class Engine:
                     "event=skip step=%d skipped=%d reason='the save before it is not done'", facts.step, self.skipped
                 )
             return None
-        snapshot = capture()
+        with collector_paused():
+            snapshot = capture()
         self._attempts += 1
         self.sequence += 1
         save = self._in_flight = Save(facts.step, self._attempts, self.sequence, folder, facts, began=begin)
@@ -338,6 +349,8 @@ class Engine:
         try:
             with collector_paused():
                 self._stage(job, snapshot, overlap and self.overlaps)
+            if job.staging is not None:
+                job.staging.start()  # last: from here on its thread and this one take turns
         except Exception as error:
             job.error = error
         else:
@@ -398,9 +411,9 @@ class Engine:
         slot = plan.next_slot()
         begin = time.perf_counter()
         objects = prepared.objects or dump_objects(plan.layout, prepared.flat) or {}
-        job.staging = self._staging = slot.fill(prepared.flat, objects, snapshot.still() if overlap else ())
-        if job.staging is not None:
-            job.staging.start()
+        job.staging = self._staging = slot.fill(
+            prepared.flat, objects, snapshot.still(prepared.flat) if overlap else ()
+        )
         job.save.stage = time.perf_counter() - begin
         rank = self.ranks.rank
         job.slot = slot

@@ -21,6 +21,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_resilience.module_state import modules
 from lightning_resilience.reader import canonical
 
 Logged = dict[str, Any]
@@ -168,8 +169,10 @@ def _add(result: _ResultMetric, other: _ResultMetric) -> None:
 
 def _metrics(trainer: Trainer) -> list[tuple[str, Metric]]:
     """The metrics that the model holds, by name."""
-    modules = trainer.lightning_module.named_modules()
-    return [(canonical(name), module) for name, module in modules if isinstance(module, Metric)]
+    model = trainer.lightning_module
+    if not any(issubclass(kind, Metric) for kind in set(map(type, modules(model)))):
+        return []
+    return [(canonical(name), module) for name, module in model.named_modules() if isinstance(module, Metric)]
 
 
 def _metric_state(metric: Metric) -> dict[str, Any]:

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from lightning_resilience.flat import FlatState, Outline, State
 from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.shards import (
-    FlatState,
     GlobalPlan,
     Layout,
-    State,
     lay_out,
     metadata_bytes,
     plan_locally,
@@ -82,32 +81,36 @@ class Planner:
         self._ranks = ranks
         self._memory = SlotMemory(memory, ranks.rank)
         self.plan: Plan | None = None
+        self._outline: Outline | None = None  # of the state that was prepared last
         self._unmapped: Slot | None = None  # the slot of the second save, whose pages the first one's thread maps
 
     def belong_to(self, run: str) -> None:
         """Let what a kill leaves in memory be found by the next start of a run; see ``SlotMemory.belong_to``."""
         self._memory.belong_to(run)
 
-    def prepare(self, state: State, identical: Collection[str]) -> Prepared:
+    def prepare(self, state: State, identical: Callable[[FlatState], Collection[str]]) -> Prepared:
         """What can be done before the ranks know whether the plan still holds; no objects where it does not for this
         one.
 
         Args:
             state: nested tensors and objects; this rank's part.
-            identical: flat keys of plain tensors that all ranks hold bit for bit.
+            identical: gives the keys of plain tensors that all ranks hold bit for bit.
         """
-        flat, alike = FlatState.of(state), frozenset(identical)
+        flat = FlatState.of(state, self._outline)
+        self._outline = flat.outline
+        alike = frozenset(identical(flat))
+        fingerprint = (flat.fingerprint(), alike)
         plan = self.plan
-        if plan is not None and plan.fingerprint[1] == alike and flat.matches(plan.fingerprint[0]):
-            return Prepared(flat, alike, plan.fingerprint, dump_objects(plan.layout, flat))
-        return Prepared(flat, alike, (flat.fingerprint(), alike), None)
+        if plan is None or plan.fingerprint != fingerprint:
+            return Prepared(flat, alike, fingerprint, None)
+        return Prepared(flat, alike, fingerprint, dump_objects(plan.layout, flat))
 
-    def replan(self, prepared: Prepared, trained: Callable[[], Collection[str]]) -> Plan:
+    def replan(self, prepared: Prepared, trained: Callable[[FlatState], Collection[str]]) -> Plan:
         """Share the state out anew and lay out this rank's part.  Collective; fails on all ranks or on none.
 
         Args:
             prepared: the state; its objects are not used any more.
-            trained: gives the flat keys of the parameters.
+            trained: gives the keys of the parameters.
         """
         self._drop()
         prepared.objects = None
@@ -135,7 +138,7 @@ class Planner:
         layout, slots = laid
         extents = [entry for entry in everyone or () if not isinstance(entry, BaseException)]
         describe = partial(metadata_bytes, whole, extents) if isinstance(whole, GlobalPlan) else None
-        self.plan = Plan(prepared.fingerprint, layout, describe, slots, frozenset(trained()))
+        self.plan = Plan(prepared.fingerprint, layout, describe, slots, frozenset(trained(flat)))
         self._unmapped = slots[0]
         return self.plan
 

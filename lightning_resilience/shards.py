@@ -28,10 +28,10 @@ import itertools
 import math
 import mmap
 import pickle
-import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
@@ -54,10 +54,8 @@ from torch.distributed.tensor import DTensor
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from lightning_resilience.errors import SaveFailed
+from lightning_resilience.flat import FlatState
 from lightning_resilience.manifest import shard_file
-
-# FSDP1 hands out ShardedTensors, and torch says at each touch that it would rather not; its users cannot change that.
-warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning, module=r"lightning_resilience\.")
 
 
 @contextmanager
@@ -78,148 +76,6 @@ PAGE = mmap.PAGESIZE
 """Bytes; a file starts at a multiple of them in the slot."""
 SMALL = 4096
 """Bytes up to which what all ranks read is not worth spreading over several files."""
-
-State: TypeAlias = Mapping[str, Any]
-"""Nested state as DCP takes it: ``{"model": {...}, "optimizer_0": {...}}``."""
-
-
-# -- what a rank has --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class FlatState:
-    """A rank's state as DCP flattens it: ``values`` by key, and the ``mappings`` that undo the flattening."""
-
-    values: dict[str, Any]
-    mappings: dict[str, tuple[str | int, ...]]
-
-    @classmethod
-    def of(cls, state: State) -> FlatState:
-        flat = cls({}, {})
-        if flat._add(state.items(), "", ()):
-            return flat
-        planner = DefaultSavePlanner()
-        planner.set_up_planner(dict(state))
-        return cls(planner.state_dict, planner.mappings)
-
-    def _add(self, items: Iterable[tuple[Any, Any]], prefix: str, path: tuple[str | int, ...]) -> bool:
-        """Flatten as DCP does, in a fraction of its time; False where it is better left to DCP."""
-        for name, value in items:
-            key = f"{prefix}{name}"
-            here = (*path, name)
-            if type(value) not in PLAIN:
-                if isinstance(value, ShardedTensor):
-                    return False
-                if isinstance(value, Mapping):
-                    if not self._add(((str(k), v) for k, v in value.items()), f"{key}.", here):
-                        return False
-                    continue
-                if isinstance(value, list) and _has_tensors(value):
-                    if not self._add(enumerate(value), f"{key}.", here):
-                        return False
-                    continue
-            if key in self.values:
-                return False
-            self.values[key] = value
-            self.mappings[key] = here
-        return True
-
-    def fingerprint(self) -> tuple[Any, ...]:
-        """Equal for two states exactly when one plan serves both."""
-        return (tuple(self.values), tuple(map(_shape_of, self.values.values())), tuple(self._same_memory()))
-
-    def matches(self, fingerprint: tuple[Any, ...]) -> bool:
-        """Whether ``fingerprint`` is this state's; without making one, which is many small objects."""
-        keys, shapes, same = fingerprint
-        return (
-            keys == tuple(self.values)
-            and all(map(_has_shape, self.values.values(), shapes))
-            and same == tuple(self._same_memory())
-        )
-
-    def _same_memory(self) -> list[tuple[str, str]]:
-        """Keys of one and the same memory, with the first key that has it."""
-        addresses = [
-            (value.data_ptr() if value.dim() else 0) if type(value) in PLAIN else address_of(value)
-            for value in self.values.values()
-        ]
-        found = [address for address in addresses if address]
-        if len(set(found)) == len(found):
-            return []
-        first_seen: dict[tuple[Any, ...], str] = {}
-        pairs = ((key, first_seen.setdefault(_storage_of(key, value), key)) for key, value in self.values.items())
-        return [(key, first) for key, first in pairs if key != first]
-
-    def is_on_cuda(self) -> bool:
-        """Whether any of it is in the memory of a CUDA device."""
-        return any(
-            any(shard.tensor.is_cuda for shard in value.local_shards())
-            if isinstance(value, ShardedTensor)
-            else isinstance(value, Tensor) and value.is_cuda
-            for value in self.values.values()
-        )
-
-    def tied(self) -> tuple[dict[str, str], set[str]]:
-        """Keys whose storage an earlier key has too (with that key), and keys where this rank cannot tell: it has no
-        part."""
-        first_seen: dict[tuple[Any, ...], str] = {}
-        tied, empty = {}, set()
-        for key, value in self.values.items():
-            storage = _storage_of(key, value)
-            if storage[0] is None:
-                if isinstance(value, Tensor):
-                    empty.add(key)
-            elif (first := first_seen.setdefault(storage, key)) != key:
-                tied[key] = first
-        return tied, empty
-
-
-PLAIN = (Tensor, torch.nn.Parameter)
-"""Types of tensors that are nothing but their own memory."""
-
-
-def _has_shape(value: Any, shape: tuple[Any, ...]) -> bool:
-    """Whether ``_shape_of(value)`` is ``shape``."""
-    if type(value) in PLAIN:
-        return len(shape) == 2 and value.dtype is shape[0] and value.shape == shape[1]
-    return _shape_of(value) == shape
-
-
-def _has_tensors(values: list[Any]) -> bool:
-    return any(isinstance(v, (Mapping, Tensor)) or (isinstance(v, list) and _has_tensors(v)) for v in values)
-
-
-def address_of(value: Any) -> int:
-    """Where a tensor's memory begins; 0 where it has none of its own to compare."""
-    if isinstance(value, ShardedTensor) or not isinstance(value, Tensor):
-        return 0
-    value = value._local_tensor if isinstance(value, DTensor) else value
-    return int(value.data_ptr()) if value.dim() else 0
-
-
-def _shape_of(value: Any) -> tuple[Any, ...]:
-    if type(value) in PLAIN:
-        return (value.dtype, value.shape)
-    if isinstance(value, DTensor):
-        return ("dtensor", value.dtype, value.shape, value.placements, value.device_mesh)
-    if isinstance(value, ShardedTensor):
-        shards = tuple(
-            tuple(shard.metadata.shard_offsets + shard.metadata.shard_sizes) for shard in value.local_shards()
-        )
-        return ("sharded", value.dtype, value.size(), shards)
-    if isinstance(value, Tensor):
-        return ("tensor", value.dtype, value.shape)
-    return ("object",)
-
-
-def _storage_of(key: str, value: Any) -> tuple[Any, ...]:
-    """Equal for tensors that are one and the same memory, seen the same way, within one part of the state."""
-    if isinstance(value, ShardedTensor) or not isinstance(value, Tensor):
-        return (None, key)
-    local = value.to_local() if isinstance(value, DTensor) else value
-    if local.numel() == 0 or value.dim() == 0:
-        return (None, key)
-    return (local.data_ptr(), local.dtype, local.shape, local.stride(), local.device, key.partition(".")[0])
 
 
 def local_tensor(value: Any, offsets: Sequence[int]) -> Tensor:
@@ -269,7 +125,7 @@ class Piece:
 
     def cut(self, flat: FlatState) -> Tensor:
         """The tensor to copy: a view of this rank's memory."""
-        tensor = local_tensor(flat.values[self.key], self.base).detach()
+        tensor = local_tensor(flat[self.key], self.base).detach()
         for dim, (offset, base, size) in enumerate(zip(*self._box(), strict=True)):
             if size != tensor.size(dim):
                 tensor = tensor.narrow(dim, offset - base, size)
@@ -298,10 +154,10 @@ def plan_locally(flat: FlatState, identical: Collection[str] = ()) -> LocalPlan:
             plain values may differ between ranks (batch-norm buffers do); the lowest rank's are the ones that count.
     """
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(flat.values)
+    planner.set_up_planner(flat.as_dict())
     tied, empty = flat.tied()
     items = planner.create_local_plan().items
-    return LocalPlan(items, flat.mappings, frozenset(identical), tied, empty)
+    return LocalPlan(items, flat.outline.paths, frozenset(identical), tied, empty)
 
 
 def share_out(plans: Sequence[LocalPlan]) -> GlobalPlan:
@@ -561,7 +417,7 @@ def _lay_out(layout: Layout, pieces: Sequence[Piece], flat: FlatState, part: int
         start = -(-layout.size // ALIGNMENT) * ALIGNMENT
         if piece.is_object:
             # Room for an object to grow (a counter that needs another byte) before the layout has to change.
-            capacity = 2 * len(dump_object(flat.values[piece.key])) + 2 * ALIGNMENT
+            capacity = 2 * len(dump_object(flat[piece.key])) + 2 * ALIGNMENT
             layout.objects.append(ObjectSpot(piece, start, capacity))
             length = capacity
         else:
@@ -584,9 +440,21 @@ def dump_object(value: Any) -> bytes:
     In ``torch.save``'s stream format, which every ``torch.load`` reads up to its end and no further, so that the spot
     can be larger than the object; the zip format cannot be padded.
     """
+    if type(value) is list and set(map(type, value)) == {str}:
+        return _dump_names(tuple(value))
+    return _dump(value)
+
+
+def _dump(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer, _use_new_zipfile_serialization=False)
     return buffer.getvalue()
+
+
+@lru_cache(16)
+def _dump_names(names: tuple[str, ...]) -> bytes:
+    """Those of an optimizer's parameters are many, and the same in every save."""
+    return _dump(list(names))
 
 
 def metadata_bytes(plan: GlobalPlan, extents: Sequence[Sequence[Extent]]) -> bytes:

@@ -25,9 +25,11 @@ import torch
 
 from lightning_resilience import memory, scratch
 from lightning_resilience.errors import SetupError
+from lightning_resilience.flat import PLAIN, FlatState
+from lightning_resilience.known import Last
 from lightning_resilience.manifest import FileEntry
 from lightning_resilience.scratch import Scratch
-from lightning_resilience.shards import PLAIN, FlatState, Layout, dump_object
+from lightning_resilience.shards import Layout, dump_object
 from lightning_resilience.staging import Copies, Staging, copy_at_once
 
 if TYPE_CHECKING:
@@ -62,7 +64,10 @@ class Slot:
         self._pinned: list[int] = []  # addresses of what is locked
         self._payloads: list[torch.Tensor] = []
         self._keys = [spot.piece.key for spot in layout.tensors]
+        self._places: list[int] = []  # of the payloads' values in the state
+        self._addressed: list[int] = []  # of their addresses in the state's; the last where there is none
         self._cut: list[int] | None = None  # which payloads are not a whole plain tensor of the state
+        self._behind: Last[list[bool]] = Last()  # which payloads are copied behind the training thread
         self._chosen: tuple[Collection[str], list[tuple[str, torch.Tensor]]] | None = None
         self._laying_out = threading.Lock()
         self._state: Literal["new", "laid out", "closed"] = "new"
@@ -96,26 +101,31 @@ class Slot:
         for spot in self.layout.objects:
             pickled = objects[spot.piece.key]
             self._memory[spot.offset : spot.offset + spot.capacity] = pickled.ljust(spot.capacity, b"\0")
-        copies = Copies(self._keys, self._payloads, self._sources(flat))
+        copies = Copies(self._keys, self._payloads, *self._sources(flat))
         if later:
-            at_once, behind = copies.split(later)
+            at_once, behind = copies.split(self._behind.get((later,), lambda: [key in later for key in self._keys]))
             if behind.sources:
                 return Staging(at_once, behind)
         copy_at_once(copies)
         return None
 
-    def _sources(self, flat: FlatState) -> list[torch.Tensor]:
-        """What each payload is copied from."""
-        sources = list(map(flat.values.__getitem__, self._keys))
-        if self._cut is None:  # kinds and shapes are part of the fingerprint
-            spots = zip(sources, self.layout.tensors, strict=True)
+    def _sources(self, flat: FlatState) -> tuple[list[torch.Tensor], list[int]]:
+        """What each payload is copied from, and where that begins."""
+        if self._cut is None:  # keys, kinds and shapes are part of the fingerprint
+            addressed = {key: place for place, key in enumerate(flat.outline.tensor_keys)}
+            self._places = [flat.outline.places[key] for key in self._keys]
+            self._addressed = [addressed.get(key, -1) for key in self._keys]
+            values = zip(map(flat.__getitem__, self._keys), self.layout.tensors, strict=True)
             self._cut = [
-                i for i, (value, spot) in enumerate(spots) if type(value) not in PLAIN or value.shape != spot.shape
+                i for i, (value, spot) in enumerate(values) if type(value) not in PLAIN or value.shape != spot.shape
             ]
+        sources = list(map(flat.values.__getitem__, self._places))
+        addresses = list(map([*flat.addresses, 0].__getitem__, self._addressed))
         with torch.no_grad():
             for i in self._cut:
                 sources[i] = self.layout.tensors[i].piece.cut(flat)
-        return sources
+                addresses[i] = sources[i].data_ptr()
+        return sources, addresses
 
     def pin(self) -> None:
         """Have the driver of CUDA lock the memory, so that devices copy to it by themselves and at full speed; where it
@@ -188,7 +198,7 @@ class Slot:
 
 def dump_objects(layout: Layout, flat: FlatState) -> dict[str, bytes] | None:
     """Pickle what is not a tensor; None where something outgrew its spot, so that a new layout is needed."""
-    objects = {spot.piece.key: dump_object(flat.values[spot.piece.key]) for spot in layout.objects}
+    objects = {spot.piece.key: dump_object(flat[spot.piece.key]) for spot in layout.objects}
     fits = all(len(objects[spot.piece.key]) <= spot.capacity for spot in layout.objects)
     return objects if fits else None
 

@@ -18,9 +18,10 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import lru_cache, partial
-from itertools import compress
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, lru_cache, partial
+from itertools import compress, takewhile
+from operator import attrgetter, not_
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from lightning_resilience import points
 from lightning_resilience.errors import SaveFailed
+from lightning_resilience.flat import addresses_of
 
 THREAD = "resilience-stage"
 """Name of the thread that copies."""
@@ -41,37 +43,52 @@ MANY = 512
 
 
 class Copies:
-    """Tensors to copy: ``sources``, each over the one of ``targets`` (in host memory) at its place, by ``names``."""
+    """Tensors to copy: ``sources``, each over the one of ``targets`` (in host memory) at its place, by ``names``; and
+    the ``addresses`` of the sources."""
 
     def __init__(
-        self, names: Sequence[str] = (), targets: Sequence[Tensor] = (), sources: Sequence[Tensor] = ()
+        self,
+        names: Sequence[str] = (),
+        targets: Sequence[Tensor] = (),
+        sources: Sequence[Tensor] = (),
+        addresses: Sequence[int] | None = None,
     ) -> None:
         self.names = list(names)
         self.targets = list(targets)
         self.sources = list(sources)
+        self.addresses = addresses_of(sources) if addresses is None else list(addresses)
 
-    def split(self, names: Collection[str]) -> tuple[Copies, Copies]:
-        """Those of other names, and those of these."""
-        are_of = [name in names for name in self.names]
-        return self._where([not is_of for is_of in are_of]), self._where(are_of)
+    def split(self, chosen: Sequence[bool]) -> tuple[Copies, Copies]:
+        """Those that are not chosen, and those that are."""
+        return self._where(list(map(not_, chosen))), self._where(chosen)
 
     def on(self, device: torch.device) -> Copies:
         """Those from one device."""
-        if self.devices() == [device]:
+        if self.devices == [device]:
             return self
         return self._where([source.device == device for source in self.sources])
 
     def _where(self, wanted: Sequence[bool]) -> Copies:
-        parts: list[Any] = [list(compress(part, wanted)) for part in (self.names, self.targets, self.sources)]
-        return Copies(*parts)
+        if all(wanted):
+            return self
+        if not any(wanted):
+            return Copies()
+        return Copies(*(list(compress(part, wanted)) for part in self._parts))
 
+    @property
+    def _parts(self) -> tuple[list[Any], ...]:
+        return self.names, self.targets, self.sources, self.addresses
+
+    @cached_property
     def devices(self) -> list[torch.device]:
         """Where they are copied from."""
+        if all(map(attrgetter("is_cpu"), self.sources)):
+            return [torch.device("cpu")] if self.sources else []
         return list({source.device: None for source in self.sources})
 
     def clear(self) -> None:
         """Refer to none any more."""
-        for part in (self.names, self.targets, self.sources):
+        for part in self._parts:
             part.clear()
 
 
@@ -81,7 +98,7 @@ def copy_at_once(copies: Copies) -> None:
     if not copies.sources:
         return
     torch._foreach_copy_(copies.targets, copies.sources, non_blocking=True)
-    for device in copies.devices():
+    for device in copies.devices:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
 
@@ -165,10 +182,10 @@ class HostLane:
         return partial(ctypes.memmove, target.data_ptr() + begin, source.data_ptr() + begin, count)
 
     def _several(self) -> Callable[[], object]:
-        begin = self._next
-        while self._next < min(len(self._sources), begin + MANY) and not _is_large(self._sources[self._next]):
-            self._next += 1
-        return partial(torch._foreach_copy_, self._targets[begin : self._next], self._sources[begin : self._next])
+        sizes = map(attrgetter("nbytes"), self._sources[self._next : self._next + MANY])
+        several = slice(self._next, self._next + len(list(takewhile(SMALL.__ge__, sizes))))
+        self._next = several.stop
+        return partial(torch._foreach_copy_, self._targets[several], self._sources[several])
 
     def hold_back(self) -> None:
         with self._changed:
@@ -263,7 +280,7 @@ class Staging:
     def __init__(self, now: Copies, later: Copies) -> None:
         self._lanes = [_lane(device, now.on(device), later.on(device)) for device in _devices(now, later)]
         self._later = later
-        self._marks = list(map(_mark, later.sources))
+        self._versions = _versions(later.sources)
         self._lock = threading.Lock()
         self._closed = False
         self._cancelled = False
@@ -299,7 +316,7 @@ class Staging:
             with self._lock:
                 self._closed = True
                 self._later.clear()
-                self._marks.clear()
+                self._versions = []
                 self._lanes.clear()
             self.seconds = time.perf_counter() - self._began
             self._done.set()
@@ -328,8 +345,12 @@ class Staging:
                     )
 
     def _changed(self) -> Iterator[str]:
-        marks = zip(self._later.names, self._later.sources, self._marks, strict=True)
-        return (name for name, source, mark in marks if _mark(source) != mark)
+        """What was changed in place, or was given other memory."""
+        later = self._later
+        before, now = (self._versions, later.addresses), (_versions(later.sources), addresses_of(later.sources))
+        if before != now:
+            marks = zip(later.names, zip(*before, strict=True), zip(*now, strict=True), strict=True)
+            yield from (name for name, early, late in marks if early != late)
 
     @property
     def is_done(self) -> bool:
@@ -367,10 +388,9 @@ class Staging:
 
 def _devices(*copies: Copies) -> Sequence[torch.device]:
     """Those of the copies; a host last, whose copies take this thread's time."""
-    found = {device: None for some in copies for device in some.devices()}
+    found = {device: None for some in copies for device in some.devices}
     return sorted(found, key=lambda device: device.type != "cuda")
 
 
-def _mark(tensor: Tensor) -> tuple[int, int]:
-    """What differs once a tensor was changed in place, or was given other memory."""
-    return tensor._version, tensor.data_ptr()
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    return list(map(attrgetter("_version"), tensors))

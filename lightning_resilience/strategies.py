@@ -13,6 +13,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import compress
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -35,8 +38,12 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 
 from lightning_resilience.errors import CheckpointIncompatible, SetupError
+from lightning_resilience.flat import FlatState, addresses_of
+from lightning_resilience.known import Last
+from lightning_resilience.module_state import ModuleState, parameters
 from lightning_resilience.reader import CheckpointReader, Later, Request, canonical, empty
-from lightning_resilience.shards import address_of
+
+_canonical = lru_cache(None)(canonical)
 
 UNSUPPORTED = {
     "DeepSpeedStrategy": "DeepSpeed keeps its own checkpoint format; use FSDPStrategy or ModelParallelStrategy.",
@@ -74,14 +81,14 @@ class Family(Protocol):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's part of an optimizer's state: ``{"state": {parameter name: {…}}, "param_groups": […]}``."""
 
-    def identical(self, state: Mapping[str, Any]) -> frozenset[str]:
-        """Flat keys of plain tensors that all ranks hold bit for bit."""
+    def identical(self, flat: FlatState) -> frozenset[str]:
+        """Keys of plain tensors that all ranks hold bit for bit."""
 
-    def still(self, state: Mapping[str, Any]) -> frozenset[str]:
-        """Flat keys of tensors that nothing but an optimizer's step changes, in training as it is meant to be."""
+    def still(self, flat: FlatState) -> frozenset[str]:
+        """Keys of tensors that nothing but an optimizer's step changes, in training as it is meant to be."""
 
-    def trained(self, state: Mapping[str, Any]) -> frozenset[str]:
-        """Flat keys of the model's parameters and their moments: no buffers, which may be infinite (masks are), and no
+    def trained(self, flat: FlatState) -> frozenset[str]:
+        """Keys of the model's parameters and their moments: no buffers, which may be infinite (masks are), and no
         frozen ones."""
 
     def files_to_read(self, reader: CheckpointReader) -> set[str]:
@@ -110,6 +117,9 @@ class PlainFamily:
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
+        self._model = ModuleState()
+        self._identical: Last[frozenset[str]] = Last()
+        self._still: Last[frozenset[str]] = Last()
 
     @property
     def module(self) -> LightningModule:
@@ -118,38 +128,40 @@ class PlainFamily:
         return module
 
     def model_state(self) -> dict[str, Any]:
-        return self.module.state_dict()
+        return self._model.state_dict(self.module)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return named_optimizer_state(self.module, optimizer)
 
-    def identical(self, state: Mapping[str, Any]) -> frozenset[str]:
+    def identical(self, flat: FlatState) -> frozenset[str]:
         """Parameters and moments, which DDP keeps equal; not buffers, of which rank 0's are the ones it broadcasts."""
-        parameters = {f"{self.prefix}.{name}" for name, _ in self.module.named_parameters(remove_duplicate=False)}
-        return frozenset(parameters | _moments(state))
+        names = self._model.parameters
+        return self._identical.get(
+            (flat.outline, names),
+            lambda: frozenset([f"{self.prefix}.{name}" for name in names] + [key for key, _ in _moments(flat)]),
+        )
 
-    def still(self, state: Mapping[str, Any]) -> frozenset[str]:
+    def still(self, flat: FlatState) -> frozenset[str]:
         """The trainable parameters that optimizers own, and what those keep of them.
 
         By their memory, not by name: callbacks put other tensors in the place of parameters, such as averages.
         """
         optimizers = [raw_optimizer(optimizer) for optimizer in self._strategy.optimizers]
-        owned = {
-            address_of(parameter)
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.requires_grad
-        } - {0}
-        kept = {id(value) for one in optimizers for entry in one.state.values() for value in _values_of(entry)}
-        model = {f"{self.prefix}.{name}" for name, value in state[self.prefix].items() if address_of(value) in owned}
-        return frozenset(model | {key for key, value in _of_optimizers(state) if id(value) in kept})
+        groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+        owned = addresses_of([parameter for group in groups for parameter in group if parameter.requires_grad])
+        live = [value for one in optimizers for entry in one.state.values() for value in _values_of(entry)]
+        kept = flat.kept
+        links = None if _are_the_same(live, kept) else ([*map(id, live)], [*map(id, kept)])
+        return self._still.get(
+            (flat.outline, flat.addresses, owned, links), lambda: frozenset(_still(flat, owned, live))
+        )
 
-    def trained(self, state: Mapping[str, Any]) -> frozenset[str]:
+    def trained(self, flat: FlatState) -> frozenset[str]:
         frozen = {canonical(name) for name, parameter in self.module.named_parameters() if not parameter.requires_grad}
         frozen |= {canonical(name) for name, _ in self.module.named_buffers()}
-        model = {f"{self.prefix}.{name}" for name in state[self.prefix] if canonical(name) not in frozen}
-        moments = {key for key, value in _of_optimizers(state) if isinstance(value, Tensor) and value.dim()}
+        names = {path[1]: key for key, path in flat.outline.paths.items() if path[0] == self.prefix and len(path) == 2}
+        model = {key for name, key in names.items() if canonical(str(name)) not in frozen}
+        moments = {key for key, value in _kept(flat) if isinstance(value, Tensor) and value.dim()}
         return frozenset(model | moments)
 
     def files_to_read(self, reader: CheckpointReader) -> set[str]:
@@ -170,8 +182,8 @@ class ModelParallelFamily(PlainFamily):
     prefix = "state_dict"
     loads_late = True
 
-    def identical(self, state: Mapping[str, Any]) -> frozenset[str]:
-        return _single_numbers(state)
+    def identical(self, flat: FlatState) -> frozenset[str]:
+        return _single_numbers(flat)
 
 
 class FSDPFamily(PlainFamily):
@@ -208,13 +220,12 @@ class FSDPFamily(PlainFamily):
         with self._sharded():
             return FSDP.optim_state_dict(self._wrapped, optimizer, _without_gaps(optimizer))
 
-    def identical(self, state: Mapping[str, Any]) -> frozenset[str]:
-        return _single_numbers(state)
+    def identical(self, flat: FlatState) -> frozenset[str]:
+        return _single_numbers(flat)
 
-    def still(self, state: Mapping[str, Any]) -> frozenset[str]:
+    def still(self, flat: FlatState) -> frozenset[str]:
         """What is sharded: the state dicts hold copies of it, that nobody else refers to."""
-        model = {f"{self.prefix}.{name}" for name, value in state[self.prefix].items() if is_a_copy(value)}
-        return frozenset(model | {key for key, value in _of_optimizers(state) if is_a_copy(value)})
+        return frozenset(compress(flat.keys, flat.outline.is_sharded))
 
     def files_to_read(self, reader: CheckpointReader) -> set[str]:
         """torch loads an optimizer's state that is a single number on every rank, whoever has the parameter."""
@@ -419,30 +430,33 @@ def raw_optimizer(optimizer: Any) -> Optimizer:
 
 def parameter_names(module: torch.nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
     """A name for each parameter of an optimizer: the module's, or its place for one that the module does not know."""
-    known = {parameter: canonical(name) for name, parameter in module.named_parameters()}
-    return {
-        parameter: known.get(parameter, f"unnamed.{group}.{place}")
+    names = _names_by_group(module, optimizer)
+    groups = zip(names, optimizer.param_groups, strict=True)
+    return {parameter: name for named, group in groups for name, parameter in zip(named, group["params"], strict=True)}
+
+
+def _names_by_group(module: torch.nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """See ``parameter_names``; of each group, in the order of its parameters."""
+    known = {id(parameter): _canonical(name) for name, parameter in reversed(parameters(module).items())}
+    return [
+        [known.get(id(parameter)) or f"unnamed.{group}.{place}" for place, parameter in enumerate(entry["params"])]
         for group, entry in enumerate(optimizer.param_groups)
-        for place, parameter in enumerate(entry["params"])
-    }
+    ]
 
 
 def named_optimizer_state(module: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
     """An optimizer's state by parameter name, as FSDP's optimizer state dicts have it; references, not copies."""
     optimizer = raw_optimizer(optimizer)
-    names = parameter_names(module, optimizer)
+    names = _names_by_group(module, optimizer)
     native = optimizer.state_dict()  # runs the optimizer's own hooks
     if "param_groups" not in native:
         return {}  # Lightning's stand-in where there is no optimizer
-    by_id = {
-        number: names[parameter]
-        for saved, live in zip(native["param_groups"], optimizer.param_groups, strict=True)
-        for number, parameter in zip(saved["params"], live["params"], strict=True)
-    }
+    groups = list(zip(native["param_groups"], names, strict=True))
+    by_number = {number: name for group, named in groups for number, name in zip(group["params"], named, strict=True)}
     return {
         **native,
-        "state": {by_id.get(number, number): value for number, value in native["state"].items()},
-        "param_groups": [{**group, "params": [by_id[n] for n in group["params"]]} for group in native["param_groups"]],
+        "state": {by_number.get(number, number): value for number, value in native["state"].items()},
+        "param_groups": [{**group, "params": named} for group, named in groups],
     }
 
 
@@ -525,35 +539,35 @@ def _named_by_position(
     return {(_name_at(("state", key), in_order) or str(key)): value for key, value in state.items()}
 
 
-def _of_optimizers(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What optimizers keep of each parameter, by flat key."""
-    for part, content in state.items():
-        if part.startswith("optimizer_"):
-            for name, of_parameter in content.get("state", {}).items():
-                for key, value in of_parameter.items() if isinstance(of_parameter, dict) else ():
-                    yield f"{part}.state.{name}.{key}", value
+def _kept(flat: FlatState) -> Iterator[tuple[str, Any]]:
+    """What optimizers keep of each parameter, by key."""
+    return zip(flat.outline.kept_keys, flat.kept, strict=True)
 
 
 def _values_of(entry: Any) -> Iterable[Any]:
     return entry.values() if isinstance(entry, dict) else ()
 
 
-def is_a_copy(value: Any) -> bool:
-    """Whether a value of FSDP1's sharded state dicts was gathered for it."""
-    return isinstance(value, ShardedTensor)
+def _are_the_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether they are the same objects."""
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
-def _flat_moments(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    for key, value in _of_optimizers(state):
+def _still(flat: FlatState, owned: Iterable[int], live: Iterable[Any]) -> Iterator[str]:
+    """The keys of tensors at ``owned`` addresses, and of what is kept and ``live``."""
+    addresses, ids = {*owned} - {0}, set(map(id, live))
+    placed = zip(flat.outline.tensor_keys, flat.addresses, strict=True)
+    yield from (key for key, address in placed if address in addresses)
+    yield from (key for key, value in _kept(flat) if id(value) in ids)
+
+
+def _moments(flat: FlatState) -> Iterator[tuple[str, Tensor]]:
+    for key, value in _kept(flat):
         if isinstance(value, Tensor) and not isinstance(value, DTensor):
             yield key, value
 
 
-def _single_numbers(state: Mapping[str, Any]) -> frozenset[str]:
+def _single_numbers(flat: FlatState) -> frozenset[str]:
     """Step counters and the like, which are all that sharded ranks hold alike: a plain parameter in a sharded model is
     its user's to keep equal."""
-    return frozenset(key for key, value in _flat_moments(state) if value.dim() == 0)
-
-
-def _moments(state: Mapping[str, Any]) -> set[str]:
-    return {key for key, _ in _flat_moments(state)}
+    return frozenset(key for key, value in _moments(flat) if value.dim() == 0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_resilience import planning
-from lightning_resilience.engine import Engine, Facts, Snapshot
+from lightning_resilience.engine import Engine, Facts, Snapshot, none
 from lightning_resilience.errors import SaveFailed
 from lightning_resilience.ranks import Ranks
 from lightning_resilience.reader import CheckpointReader
@@ -23,7 +23,7 @@ FACTS = Facts(step=1, epoch=0, reason="test", strategy="SingleDeviceStrategy")
 
 
 def snapshot(**model: Any) -> Callable[[], Snapshot]:
-    return lambda: Snapshot({"model": model}, (), b"meta", b"rank")
+    return lambda: Snapshot({"model": model}, none, b"meta", b"rank")
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     original = planning.plan_locally
 
     def counted(flat: Any, identical: Any) -> Any:
-        made.append(list(flat.values))
+        made.append(list(flat.keys))
         return original(flat, identical)
 
     monkeypatch.setattr(planning, "plan_locally", counted)
@@ -126,7 +126,7 @@ def test_what_goes_wrong_in_the_background_ends_neither_its_thread_nor_the_saves
         patch.setattr(Engine, "_persist", fails)
         patch.setattr(Staging, "wait", fails)
         state = {"model": {"w": torch.full((3,), 2.0)}}
-        moving = Snapshot(state, (), b"meta", b"rank", still=lambda: {"model.w"})
+        moving = Snapshot(state, none, b"meta", b"rank", still=lambda _: {"model.w"})
         started = engine.save(engine.open_folder(LocalTier(tmp_path)), "a.ckpt", FACTS, lambda: moving, overlap=True)
         assert started is not None
         with pytest.raises(SaveFailed, match="nobody expected this"):

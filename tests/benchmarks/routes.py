@@ -105,6 +105,7 @@ class LightningResilience(Route):
         super().__init__(folder, state)
         self.ranks = Ranks(self.rank, self.world_size)
         self.engine = Engine(self.ranks)
+        self.keys = frozenset(key for key, _ in state.flat())
         self.run_folder = self.engine.open_folder(LocalTier(folder))
         self.place = Place.shared(self.ranks, LocalTier(folder))
         self.current: Any = None
@@ -120,14 +121,14 @@ class LightningResilience(Route):
         from lightning_resilience.engine import Snapshot
 
         nested = self.state.nested()
-        moments = nested["optimizer_0"]["state"]
-        identical = {f"model.{name}" for name in nested["model"]}
-        identical |= {f"optimizer_0.state.{name}.{key}" for name, entry in moments.items() for key in entry}
         meta = io.BytesIO()
         torch.save({"epoch": 0, "global_step": self.saves}, meta)
         rank_state = run_state.to_bytes(run_state.capture())
-        still = {key for key, _ in self.state.flat()}
-        return Snapshot(nested, frozenset(identical), meta.getvalue(), rank_state, still=lambda: still)
+        return Snapshot(nested, self.tensors, meta.getvalue(), rank_state, still=self.tensors)
+
+    def tensors(self, _: Any) -> frozenset[str]:
+        """All of them are alike on all ranks, and changed by the optimizer's step alone."""
+        return self.keys
 
     def start(self) -> None:
         from lightning_resilience.engine import Facts
