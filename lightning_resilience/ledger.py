@@ -28,6 +28,7 @@ import json
 import logging
 import os
 import queue
+import sys
 import threading
 import time
 import uuid
@@ -161,8 +162,9 @@ def _carried(life: Life) -> Line:
 
 def _number(value: object) -> float:
     """A number from a file that anybody may have written to; 0 for anything else."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")
-    return float(value) if is_number else 0.0  # type: ignore[arg-type]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
+        return 0.0
+    return float(value)
 
 
 def read(folder: str | os.PathLike[str]) -> Record:

@@ -220,11 +220,15 @@ class Lookup:
             self._memory.look_for(identity(LocalTier(path)))
         return places + [self.place(LocalTier(path)) for path in others if Path(path) not in known]
 
-    def choose_checked(self) -> Source:
-        """The newest checkpoint, every byte of it checked, now that what was chosen turned out to be damaged."""
+    def choose_checked(self) -> Source | None:
+        """The newest checkpoint, every byte of it checked, now that what was chosen turned out to be damaged; None
+        where that is gone, and there is no other.
+
+        Raises:
+            CheckpointCorrupt: there are some, and none is whole.
+        """
         source = self._newest(self._searched, reading_checks=False)
-        assert isinstance(source, Source)  # or there would be an error
-        return source
+        return source if isinstance(source, Source) else None
 
     def _newest(self, places: list[Place], *, reading_checks: bool) -> Source | str | None:
         tried = self._tried_in_vain(places)

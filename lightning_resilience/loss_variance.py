@@ -116,6 +116,7 @@ class LossVarianceDecider(Decider):
 
     def state(self) -> dict[str, Any]:
         return {
+            "window": self._rule.window,
             "losses": list(self._losses),
             "finite": self._finite,
             "sums": [self._mean, self._squares, self._until_exact],
@@ -123,9 +124,11 @@ class LossVarianceDecider(Decider):
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        losses = state.get("losses")
-        if losses is None or len(losses) > self._rule.window:
-            return  # of another rule, or another window
-        self._losses.extend(losses)
+        if "losses" not in state:
+            return  # of another rule
+        self._losses.extend(state["losses"])
         self._finite, self._best = state["finite"], state["best"]
-        self._mean, self._squares, self._until_exact = state["sums"]
+        if state.get("window") == self._rule.window:
+            self._mean, self._squares, self._until_exact = state["sums"]
+        elif len(self._losses) == self._rule.window:
+            self._compute()

@@ -380,7 +380,9 @@ class Session:
             except CheckpointCorrupt:  # on all ranks
                 if not isinstance(source, Source) or source.is_checked:
                     raise
-                load(self.lookup.choose_checked())
+                if (checked := self.lookup.choose_checked()) is None:
+                    raise
+                load(checked)
             self.lookup.say()
 
         return resume_start

@@ -81,8 +81,9 @@ class Outcome:
 
     @property
     def waste(self) -> float:
-        """Share of the wall time in which no progress was made that lasted."""
-        return self.stalled + self.lost + self.restarting
+        """Share of the wall time in which no progress was made that lasted; at most all of it, where what is expected
+        to be lost is more than there was."""
+        return min(self.stalled + self.lost + self.restarting, 1.0)
 
 
 def failures_of(setting: Setting, seed: int) -> list[float]:

@@ -374,6 +374,24 @@ def test_variance_of_the_window_is_exact_after_many_losses() -> None:
     assert decider._squares / 10 == pytest.approx(math.fsum((loss - mean) ** 2 for loss in window) / 10, rel=1e-6)
 
 
+@pytest.mark.parametrize(("before", "after"), [(30, 10), (10, 30), (10, 10)])
+@pytest.mark.parametrize("seen", [4, 10, 25, 100])
+def test_another_window_goes_on_with_the_losses_that_it_knows(before: int, after: int, seen: int) -> None:
+    old = LossVariance(window=before).decider()
+    values = [2.0 + loss for loss in losses(200)]
+    for loss in values[:seen]:
+        old.see_loss(loss)
+    new = LossVariance(window=after).decider()
+    new.restore(old.state())
+    for loss in values[seen:]:
+        new.see_loss(loss)
+    window = values[-after:]
+    mean = math.fsum(window) / after
+    assert new._mean == pytest.approx(mean)
+    assert new._squares == pytest.approx(math.fsum((loss - mean) ** 2 for loss in window), rel=1e-6)
+    assert 1.5 < new._best <= mean + 1
+
+
 def test_unstable_loss_shortens_the_interval_but_never_below_the_least() -> None:
     """T-02 for the adaptive rule."""
     rule = AdaptiveSchedule(window=20, rpo_seconds=400)

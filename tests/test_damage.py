@@ -28,6 +28,7 @@ from lightning_resilience import (
     filling,
     shard_file,
 )
+from lightning_resilience.lookup import Lookup
 from lightning_resilience.manifest import Manifest, digest
 from lightning_resilience.tiers import LocalTier
 from probes import Witness, fit, whole_steps
@@ -199,6 +200,26 @@ def test_where_a_run_may_start_over_a_damaged_shard_never_touches_the_model(root
     with pytest.warns(UserWarning, match="Starting over"):
         assert resume(root, model=model, on_unrestorable="fresh") == 0
     assert all(torch.equal(value, before[name]) for name, value in seen[0].items())
+
+
+@pytest.mark.parametrize("others", [0, 2])
+def test_a_checkpoint_that_goes_while_it_is_resumed(root: Path, monkeypatch: pytest.MonkeyPatch, others: int) -> None:
+    """By somebody else's hand, between the search and the reading."""
+    for name in [PREVIOUS, "epoch=0-step=2.ckpt"][others:]:
+        shutil.rmtree(root / "run" / name)
+    original = Lookup.choose
+
+    def choose(self: Lookup, path: Any) -> Any:
+        source = original(self, path)
+        shutil.rmtree(root / "run" / NEWEST)
+        return source
+
+    monkeypatch.setattr(Lookup, "choose", choose)
+    if others:
+        assert resume(root, memory=False) == 4
+    else:
+        with pytest.raises(CheckpointCorrupt, match="cannot be read"):
+            resume(root, memory=False)
 
 
 def test_when_every_shard_is_damaged_each_is_named(root: Path) -> None:

@@ -102,6 +102,7 @@ def test_without_a_folder_the_checkpoint_is_all_there_is() -> None:
         b"[1, 2, 3]\nnull\n17\n" + b"[" * 100_000,
         b'{"event":"end","life":"x","how":7,"seconds":"many"}\n{"event":"past","failures":-3,"seconds":NaN}\n',
         b'{"event":"beat","life":"x","seconds":1e999,"step":null}\n{"life":{"a":1},"event":"start"}\n',
+        b'{"event":"beat","life":"x","seconds":1' + b"0" * 400 + b',"step":1' + b"0" * 400 + b"}\n",
     ],
 )
 def test_torn_and_strange_lines_are_passed_over(tmp_path: Path, damage: bytes) -> None:

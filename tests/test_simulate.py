@@ -86,6 +86,11 @@ def test_waste_of_a_fixed_interval_is_what_the_formula_says() -> None:
         assert outcome.waste == pytest.approx(setting.waste(interval), rel=0.08)
 
 
+def test_a_run_that_fails_all_the_time_wastes_all_of_it_and_not_more() -> None:
+    outcome = average(EverySeconds(3600), Setting(mtbf=60.0, stall=5.0, commit=30.0, duration=DAY), range(2))
+    assert outcome.waste == 1.0
+
+
 class OnlyDue(Schedule):
     """As ``EverySeconds``, for all that anybody knows of it."""
 
