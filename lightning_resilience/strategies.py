@@ -149,7 +149,8 @@ class PlainFamily:
         optimizers = [raw_optimizer(optimizer) for optimizer in self._strategy.optimizers]
         groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
         owned = addresses_of([parameter for group in groups for parameter in group if parameter.requires_grad])
-        live = [value for one in optimizers for entry in one.state.values() for value in _values_of(entry)]
+        entries = itertools.chain.from_iterable(optimizer.state.values() for optimizer in optimizers)
+        live = list(itertools.chain.from_iterable(map(_values_of, entries)))
         kept = flat.kept
         links = None if _are_the_same(live, kept) else ([*map(id, live)], [*map(id, kept)])
         return self._still.get(
