@@ -252,7 +252,9 @@ def test_a_rank_out_of_patience_takes_no_files_from_a_save_that_is_being_committ
     first, second = run_forks(train_while_rank_0_is_slow_to_commit, tmp_path, point, world_size=2)
     assert first["error"] is second["error"] is None
     assert first["warned"] == second["warned"] == []
-    assert first["heard"] == second["heard"] == whole_steps(tmp_path) == [3, first["heard"][1], 20]
+    assert first["heard"] == second["heard"] == whole_steps(tmp_path)
+    assert first["heard"][0] == 3
+    assert first["heard"][-1] == 20  # at the latest this save is the second one, which takes so long
 
 
 # -- storage that fails -----------------------------------------------------------------------------------------------
