@@ -41,12 +41,12 @@ class Piece:
         self.end = offset + self.size
         """Where its bytes end in the file."""
         self.address = target.data_ptr()
-        self._is_in_host_memory = target.device.type == "cpu"
+        self.is_in_host_memory = target.device.type == "cpu"
 
     @property
     def is_read_in_place(self) -> bool:
         """Whether the kernel puts its bytes where they belong."""
-        return self.size >= DIRECT and self._is_in_host_memory
+        return self.size >= DIRECT and self.is_in_host_memory
 
     @property
     def memory(self) -> memoryview:
@@ -55,7 +55,7 @@ class Piece:
     def take(self, block: Tensor, offset: int, count: int) -> None:
         """Take what is its own of the first ``count`` bytes of a block, which begins at ``offset`` in the file."""
         start, stop = max(self.offset, offset), min(self.end, offset + count)
-        if self._is_in_host_memory:
+        if self.is_in_host_memory:
             ctypes.memmove(self.address + start - self.offset, block.data_ptr() + start - offset, stop - start)
         else:
             own = self.target.view(-1).view(torch.uint8)
@@ -103,13 +103,15 @@ def fill(path: Path, pieces: Sequence[Piece]) -> None:
                 rest, offset = rest[done:], offset + done
 
         parts = [(piece, start) for piece in pieces for start in range(0, piece.size, AT_ONCE)]
-        threads = 1 if overlap(pieces) else threads_for(len(parts))
-        if threads > 1:
-            with ThreadPoolExecutor(threads, "resilience-read") as pool:
-                list(pool.map(read, *zip(*parts, strict=True)))
-        else:  # what lies in one memory is filled in the order of the file
-            for part in parts:
+        threads = 1 if overlap(pieces) else threads_for(sum(piece.size for piece in pieces) // AT_ONCE)
+
+        def read_all(of_parts: Iterable[tuple[Piece, int]]) -> None:
+            for part in of_parts:
                 read(*part)
+
+        # In order, because what lies in one memory is filled in the order of the file.
+        with ThreadPoolExecutor(threads, "resilience-read") as pool:
+            list(pool.map(read_all, [parts[first::threads] for first in range(threads)]))
     torch.autograd.graph.increment_version([piece.target for piece in pieces])
 
 

@@ -133,12 +133,18 @@ class Lookup:
 
     # -- which checkpoint ---------------------------------------------------------------------------------------------
 
-    def choose(self, checkpoint_path: Any) -> Source | str | None:
-        """What to load: a checkpoint of ours, a path for stock Lightning to load, or nothing."""
+    def choose(self, checkpoint_path: Any, *, reading_checks: bool = False) -> Source | str | None:
+        """What to load: a checkpoint of ours, a path for stock Lightning to load, or nothing.
+
+        Args:
+            checkpoint_path: what the user gave.
+            reading_checks: whether the last one may be damaged, as will be found out while it is read: where whatever
+                is loaded in its stead replaces all that was read.
+        """
         if self._ranks.any_max(bool(self.resume_last))[0]:
             self._searched = self._places_to_search()
-            # Where there may be nothing to go on from in the end, the model must not have been touched.
-            source = self._newest(self._searched, reading_checks=self._doorway.fitting and not self.starts_over)
+            # Where there may be nothing to load in its stead, the model must not have been touched.
+            source = self._newest(self._searched, reading_checks=reading_checks and not self.starts_over)
             if isinstance(source, Source):
                 return source
             if source is not None:
@@ -227,6 +233,7 @@ class Lookup:
         Raises:
             CheckpointCorrupt: there are some, and none is whole.
         """
+        self.forgive()  # one start is one attempt
         source = self._newest(self._searched, reading_checks=False)
         return source if isinstance(source, Source) else None
 

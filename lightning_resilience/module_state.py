@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from itertools import chain
-from operator import attrgetter, methodcaller
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 import torch
@@ -128,15 +128,19 @@ class _Known:
 
     def __init__(self, walk: _Walk, state: dict[str, Any]) -> None:
         self._walk = (walk.kinds, walk.prefixes, list(state))
+        self._sources = walk.tensors
         self._state: Any = state
         self._tensors: list[Tensor] = list(state.values())
         self._dtypes = list(map(attrgetter("dtype"), self._tensors))
 
     def holds(self, walk: _Walk) -> bool:
-        """Whether the same follows from another walk: the names are the same, and the tensors refer to the memory of
-        those that have them now."""
+        """Whether the same follows from another walk: the names are the same, and the tensors are the same objects,
+        which count their changes together with ours and refer to the same memory."""
+        version = attrgetter("_version")
         return (
             (walk.kinds, walk.prefixes, walk.names) == self._walk
+            and all(map(is_, walk.tensors, self._sources))
+            and list(map(version, walk.tensors)) == list(map(version, self._tensors))
             and list(map(attrgetter("dtype"), walk.tensors)) == self._dtypes
             and all(map(Tensor.is_set_to, walk.tensors, self._tensors))
         )

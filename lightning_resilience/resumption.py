@@ -18,7 +18,7 @@ from lightning_resilience import logged, run_state, trainer_state
 from lightning_resilience.data import DataPosition
 from lightning_resilience.doorway import Doorway
 from lightning_resilience.engine import Engine
-from lightning_resilience.errors import CheckpointIncompatible
+from lightning_resilience.errors import CheckpointCorrupt, CheckpointIncompatible
 from lightning_resilience.manifest import META, WEIGHTS_ONLY, Manifest, rank_file
 from lightning_resilience.places import Source
 from lightning_resilience.ranks import Ranks, raise_first
@@ -102,11 +102,11 @@ class Resumption:
         def load_checkpoint(checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
             if self._source is None:
                 return original(checkpoint_path, weights_only=weights_only)  # type: ignore[no-any-return]
-            raise_first(self.ranks.gathered(lambda: self._open_source(weights_only)))
             wanted: list[Part] = []
-            raise_first(self.ranks.gathered(lambda: wanted.extend(self._parts())))
-            raise_first(self.ranks.gathered(lambda: self._fetch(wanted)))
-            raise_first(self.ranks.gathered(lambda: self._install(wanted)))
+            self._together(lambda: self._open_source(weights_only))
+            self._together(lambda: wanted.extend(self._parts()))
+            self._together(lambda: self._fetch(wanted))
+            self._together(lambda: self._install(wanted))
             if self._logged and self._source.manifest and self._source.manifest.world_size != self.ranks.world_size:
                 parts = self.ranks.all_gather([part["results"] for part in self._logged])
                 self._logged[0]["results"] = logged.divided([part for some in parts for part in some], len(parts))
@@ -161,6 +161,22 @@ class Resumption:
     def _fetch(self, parts: Sequence[Part]) -> None:
         assert self._reader is not None
         self._reader.fetch(request for part in parts for request in part.requests)
+
+    def _together(self, work: Callable[[], None]) -> None:
+        """Do a part of the loading on all ranks, or fail on all of them; what cannot be read in a checkpoint that was
+        not checked before is damage."""
+
+        def here() -> None:
+            assert self._source is not None
+            try:
+                work()
+            except OSError as error:
+                if self._source.is_checked:
+                    raise
+                where = error.filename or self._source.path
+                raise CheckpointCorrupt(f"{where} cannot be read: {error.strerror}.") from error
+
+        raise_first(self.ranks.gathered(here))
 
     def _install(self, parts: Sequence[Part]) -> None:
         """All that was fetched is what was saved: load it."""

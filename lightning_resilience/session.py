@@ -374,7 +374,8 @@ class Session:
                 self.resumption.take(source if isinstance(source, Source) else None)
                 original(str(source.path) if isinstance(source, Source) else source, weights_only=weights_only)
 
-            source = self.lookup.choose(checkpoint_path)
+            replaces_all = self._doorway.fitting and self.trainer.lightning_module.strict_loading
+            source = self.lookup.choose(checkpoint_path, reading_checks=replaces_all)
             try:
                 load(source)
             except CheckpointCorrupt:  # on all ranks

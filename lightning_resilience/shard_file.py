@@ -10,11 +10,14 @@ from __future__ import annotations
 import io
 import math
 import mmap
+import os
 import pickle
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +34,26 @@ from lightning_resilience.store import digest_problem, unreadable
 
 _LOCAL_HEADER = b"PK\x03\x04"
 _RECORD = b"/data/0"
+HEAD = 4096
+"""Bytes of a stored tensor in which its elements begin."""
 
 
 @dataclass
 class _Copy:
-    """An item on its way from a mapped file to its target; the ``piece`` that it is where no map is needed."""
+    """An item on its way to its target: from ``begin`` in the file where it lies there as it is, in a tensor of the
+    ``shape`` of its chunk; the ``piece`` that it is where the target takes its bytes as they are."""
 
     item: ReadItem
     planner: LoadPlanner
     target: Tensor
-    source: Tensor
+    begin: int = 0
+    shape: tuple[int, ...] = ()
     piece: Piece | None = None
 
 
 class ShardFile:
-    """One file, and what is wanted of it.
+    """One file, and what is wanted of it.  Nothing of it is mapped before it is filled from and checked: of a bad
+    sector a map would tell with a signal.
 
     Args:
         path: of the file.
@@ -62,7 +70,7 @@ class ShardFile:
         self,
         path: Path,
         metadata: Metadata,
-        wanted: Iterable[tuple[ReadItem, LoadPlanner]],
+        wanted: Sequence[tuple[ReadItem, LoadPlanner]],
         *,
         plain: bool,
         weights_only: bool | None,
@@ -74,31 +82,49 @@ class ShardFile:
         self._copies: list[_Copy] = []
         self._objects: list[tuple[ReadItem, LoadPlanner]] = []
         self._filled: set[Piece] = set()
-        for item, planner in wanted:
-            if item.type == LoadItemType.BYTE_IO:
-                self._objects.append((item, planner))
-            else:
-                self._copies.append(self._copy(item, planner))
+        with ExitStack() as opened:
+            file = opened.enter_context(open(path, "rb", buffering=0)) if plain and wanted else None
+            for item, planner in wanted:
+                if item.type == LoadItemType.BYTE_IO:
+                    self._objects.append((item, planner))
+                else:
+                    self._copies.append(self._copy(item, planner, file))
 
-    @cached_property
-    def _mapped(self) -> mmap.mmap:
-        with open(self.path, "rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-
-    @cached_property
-    def _begin(self) -> int:
-        """Where it is mapped."""
-        return torch.frombuffer(self._mapped, dtype=torch.uint8, count=1).data_ptr()
-
-    def _copy(self, item: ReadItem, planner: LoadPlanner) -> _Copy:
+    def _copy(self, item: ReadItem, planner: LoadPlanner, file: FileIO | None) -> _Copy:
         target = planner.resolve_tensor(item).detach()
-        if not target.numel():
-            return _Copy(item, planner, target, target)
-        whole = self._payload(item) if self._plain else self._loaded(item)
-        source = narrow_tensor_by_index(whole, item.storage_offsets, item.lengths)
-        is_piece = self._plain and takes_bytes(source, target)
-        piece = Piece(target, source.data_ptr() - self._begin) if is_piece else None
-        return _Copy(item, planner, target, source, piece)
+        if file is None or not target.numel():
+            return _Copy(item, planner, target)
+        entry = self._entry(item)
+        copy = _Copy(
+            item, planner, target, self._begin_of(item, file.fileno()), _stored_sizes(entry, item.storage_index)
+        )
+        # Where the part that is wanted lies in the chunk a tensor without memory tells.
+        chunk = torch.empty(copy.shape, dtype=entry.properties.dtype, device="meta")
+        part = narrow_tensor_by_index(chunk, item.storage_offsets, item.lengths)
+        if takes_bytes(part, target):
+            copy.piece = Piece(target, copy.begin + int(part.storage_offset()) * part.itemsize)
+        return copy
+
+    def _entry(self, item: ReadItem) -> TensorStorageMetadata:
+        entry = self._metadata.state_dict_metadata[item.storage_index.fqn]
+        assert isinstance(entry, TensorStorageMetadata)
+        return entry
+
+    def _begin_of(self, item: ReadItem, fd: int) -> int:
+        """Where the elements of a stored chunk begin."""
+        info, entry = self._metadata.storage_data[item.storage_index], self._entry(item)
+        head = os.pread(fd, min(HEAD, info.length), info.offset)
+        name = head.find(_RECORD)
+        header = head.rfind(_LOCAL_HEADER, 0, max(name, 0))
+        if name < 0 or header < 0:
+            raise CheckpointCorrupt(f"{self.path}: no tensor at byte {info.offset}.")
+        start = header + 30 + int.from_bytes(head[header + 26 : header + 28], "little")
+        start += int.from_bytes(head[header + 28 : header + 30], "little")
+        size = math.prod(_stored_sizes(entry, item.storage_index)) * entry.properties.dtype.itemsize
+        if start + size > info.length:
+            raise CheckpointCorrupt(f"{self.path}: the tensor at byte {info.offset} is cut short.")
+        begin: int = info.offset + start
+        return begin
 
     @property
     def pieces(self) -> list[Piece]:
@@ -117,42 +143,41 @@ class ShardFile:
 
     def finish(self) -> None:
         """Fill the rest, and hand out the objects."""
-        in_place = [piece for piece in self.pieces if piece.is_read_in_place and piece not in self._filled]
+        in_place = [piece for piece in self.pieces if piece.is_in_host_memory and piece not in self._filled]
         if in_place:
             fill(self.path, in_place)
             self._filled.update(in_place)
         for copy in self._copies:
-            if copy.piece not in self._filled and copy.source is not copy.target:
-                copy.target.copy_(copy.source)
+            if copy.piece not in self._filled and copy.target.numel():
+                source = self._mapped_chunk(copy) if self._plain else self._loaded(copy.item)
+                copy.target.copy_(narrow_tensor_by_index(source, copy.item.storage_offsets, copy.item.lengths))
             copy.planner.commit_tensor(copy.item, copy.target)
         for item, planner in self._objects:
-            info = self._metadata.storage_data[item.storage_index]
-            stream = self._mapped[info.offset : info.offset + info.length]
+            stream = self._stream(item)
             load_trusted(stream, self._weights_only)  # the planner loads whatever it is
             planner.load_bytes(item, io.BytesIO(stream))
 
-    def _payload(self, item: ReadItem) -> Tensor:
+    @cached_property
+    def _mapped(self) -> mmap.mmap:
+        with open(self.path, "rb") as file:
+            if not os.fstat(file.fileno()).st_size:
+                raise CheckpointCorrupt(f"{self.path} is empty.")
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    def _mapped_chunk(self, copy: _Copy) -> Tensor:
         """A view of one stored chunk."""
-        mapped, info = self._mapped, self._metadata.storage_data[item.storage_index]
-        entry = self._metadata.state_dict_metadata[item.storage_index.fqn]
-        assert isinstance(entry, TensorStorageMetadata)
-        shape = _stored_sizes(entry, item.storage_index)
-        dtype = entry.properties.dtype
-        name = mapped.find(_RECORD, info.offset, info.offset + info.length)
-        header = mapped.rfind(_LOCAL_HEADER, info.offset, name)
-        if name < 0 or header < 0:
-            raise CheckpointCorrupt(f"{self.path}: no tensor at byte {info.offset}.")
-        start = header + 30 + int.from_bytes(mapped[header + 26 : header + 28], "little")
-        start += int.from_bytes(mapped[header + 28 : header + 30], "little")
-        if start + math.prod(shape) * dtype.itemsize > info.offset + info.length:
-            raise CheckpointCorrupt(f"{self.path}: the tensor at byte {info.offset} is cut short.")
-        return torch.frombuffer(mapped, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
+        dtype, count = self._entry(copy.item).properties.dtype, math.prod(copy.shape)
+        if copy.begin + count * dtype.itemsize > len(self._mapped):
+            raise CheckpointCorrupt(f"{self.path} ends at byte {len(self._mapped)}, in the middle of a tensor.")
+        return torch.frombuffer(self._mapped, dtype=dtype, count=count, offset=copy.begin).view(copy.shape)
+
+    def _stream(self, item: ReadItem) -> bytes:
+        info = self._metadata.storage_data[item.storage_index]
+        return self._mapped[info.offset : info.offset + info.length]
 
     def _loaded(self, item: ReadItem) -> Tensor:
         """One stored chunk, loaded."""
-        info = self._metadata.storage_data[item.storage_index]
-        stream = io.BytesIO(self._mapped[info.offset : info.offset + info.length])
-        loaded = torch.load(stream, map_location="cpu", weights_only=True)
+        loaded = torch.load(io.BytesIO(self._stream(item)), map_location="cpu", weights_only=True)
         assert isinstance(loaded, Tensor)
         return loaded
 

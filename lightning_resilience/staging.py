@@ -172,7 +172,7 @@ class HostLane:
         return self._targets[self._next].data_ptr() + self._offset
 
     def _part_of(self, source: Tensor, target: Tensor) -> Callable[[], object]:
-        if not (source.is_contiguous() and source.dtype == target.dtype):
+        if not (source.is_contiguous() and source.dtype == target.dtype) or source.is_conj() or source.is_neg():
             self._next += 1
             return partial(target.copy_, source)
         begin, size = self._offset, source.nbytes

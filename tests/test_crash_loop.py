@@ -12,7 +12,7 @@ import lightning as L
 import pytest
 
 from forks import run_fork, run_forks, start_forks
-from lightning_resilience import CrashLoop, Keep, ResilientCheckpoint, SetupError
+from lightning_resilience import CrashLoop, Keep, ResilientCheckpoint, SetupError, memory
 from lightning_resilience.attempts import ATTEMPTS, Attempts
 from probes import Witness, die, fit, whole_steps
 from support import settle
@@ -79,6 +79,32 @@ def test_after_as_many_crashes_the_checkpoint_before_it_is_tried_and_then_the_ru
     assert "epoch=0-step=2.ckpt" in told
     assert explicit == 6
     assert mended == 6
+
+
+def crash_with_a_bad_slot(root: Path) -> dict[str, int]:
+    """Every start finds the newest checkpoint damaged in memory, while it reads it, and whole in the folder."""
+    whole = memory.whole
+
+    def seems_whole(entry: Any, paths: Any, *, by_size: bool = False) -> Path | None:
+        if not by_size:
+            return None
+        copy = root / f"copy-{entry.path}"
+        copy.write_bytes(bytes(entry.size))
+        return copy
+
+    memory.whole = seems_whole
+    memory.MemoryTier.claims = lambda self, manifest: {entry.path: [] for entry in manifest}  # type: ignore[method-assign]
+    try:
+        live(root, "exception")
+    finally:
+        memory.whole = whole
+    return Attempts(root / "run").read()
+
+
+def test_a_start_that_chooses_twice_counts_once(tmp_path: Path) -> None:
+    run_fork(a_run, tmp_path)
+    for count in (1, 2):
+        assert run_fork(crash_with_a_bad_slot, tmp_path) == {"epoch=0-step=6.ckpt": count}
 
 
 def stop_and_go_on(root: Path) -> tuple[Any, int | None, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
@@ -27,6 +28,7 @@ from lightning_resilience import (
     Keep,
     filling,
     shard_file,
+    tiers,
 )
 from lightning_resilience.lookup import Lookup
 from lightning_resilience.manifest import Manifest, digest
@@ -209,8 +211,8 @@ def test_a_checkpoint_that_goes_while_it_is_resumed(root: Path, monkeypatch: pyt
         shutil.rmtree(root / "run" / name)
     original = Lookup.choose
 
-    def choose(self: Lookup, path: Any) -> Any:
-        source = original(self, path)
+    def choose(self: Lookup, path: Any, **kwargs: Any) -> Any:
+        source = original(self, path, **kwargs)
         shutil.rmtree(root / "run" / NEWEST)
         return source
 
@@ -220,6 +222,41 @@ def test_a_checkpoint_that_goes_while_it_is_resumed(root: Path, monkeypatch: pyt
     else:
         with pytest.raises(CheckpointCorrupt, match="cannot be read"):
             resume(root, memory=False)
+
+
+def test_what_an_older_checkpoint_lacks_is_not_taken_from_a_damaged_newer_one(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Grown(TinyModel):
+        strict_loading = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.late = torch.nn.Linear(3, 5)
+
+    grown, first = Grown(), Grown()
+    monkeypatch.setattr(grown, "late", torch.nn.Linear(3, 5))
+    checkpoint = Witness(root, 100, keep=Keep(last=-1), filename="{epoch}-{step}")
+    fit(root, checkpoint, model=grown, steps=8, resume="last")
+    flipped("__0_0.distcp")(root / "run" / "epoch=0-step=8.ckpt")
+    initial = first.late.weight.detach().clone()
+    seen: list[torch.Tensor] = []
+    first.on_train_start = lambda: seen.append(first.late.weight.detach().clone())  # type: ignore[method-assign]
+    assert resume(root, model=first) == 6
+    assert torch.equal(seen[0], initial)
+
+
+@pytest.mark.parametrize("size", [0, 100, 5000])
+def test_a_shard_that_shrinks_while_it_is_resumed(root: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    original = Lookup.choose
+
+    def choose(self: Lookup, path: Any, **kwargs: Any) -> Any:
+        source = original(self, path, **kwargs)
+        os.truncate(root / "run" / NEWEST / "__0_0.distcp", size)
+        return source
+
+    monkeypatch.setattr(Lookup, "choose", choose)
+    assert resume(root, memory=False) == 4
 
 
 def test_when_every_shard_is_damaged_each_is_named(root: Path) -> None:
@@ -403,6 +440,48 @@ def test_both_ranks_go_back_to_the_same_step(
     root = Path(shutil.copytree(source, tmp_path / "root"))
     damage(root / "run" / NEWEST)
     assert run_forks(resume_together, root, how, None) == [(4, 8), (4, 8)]
+
+
+def resume_while_a_shard_goes(root: Path, how: str, becomes: str) -> tuple[Any, ...]:
+    """The shard of rank 1 becomes unreadable, or is gone, between the search and the reading."""
+    path, preadv, pread, choose = root / "run" / NEWEST / "__1_0.distcp", os.preadv, os.pread, Lookup.choose
+
+    def failing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def read(fd: int, *args: Any) -> Any:
+            if os.readlink(f"/proc/self/fd/{fd}") == str(path):
+                raise OSError(errno.EIO, "Input/output error")
+            return original(fd, *args)
+
+        return read
+
+    def chosen(self: Lookup, *args: Any, **kwargs: Any) -> Any:
+        source = choose(self, *args, **kwargs)
+        if becomes == "unreadable":
+            os.preadv, os.pread = failing(preadv), failing(pread)
+        elif os.environ["RANK"] == "0":
+            path.unlink()
+        torch.distributed.barrier()
+        return source
+
+    digest_of = tiers.digest_of
+
+    def digested(file: Path) -> str:
+        if becomes == "unreadable" and file == path:
+            raise OSError(errno.EIO, "Input/output error")
+        return digest_of(file)
+
+    Lookup.choose, tiers.digest_of = chosen, digested  # type: ignore[method-assign]
+    return resume_together(root, how, None)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("becomes", ["unreadable", "gone"])
+def test_a_shard_that_one_rank_checks_and_all_read_fails_on_all(
+    trained_together: tuple[str, Path], tmp_path: Path, becomes: str
+) -> None:
+    how, source = trained_together
+    root = Path(shutil.copytree(source, tmp_path / "root"))
+    assert run_forks(resume_while_a_shard_goes, root, how, becomes) == [(4, 8), (4, 8)]
 
 
 @pytest.mark.ranks

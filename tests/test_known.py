@@ -65,6 +65,10 @@ CHANGES_OF_A_MODULE: dict[str, Callable[[Any], object]] = {
     "parameter added": lambda m: m.second.register_parameter("late", nn.Parameter(torch.ones(1))),
     "parameter is a buffer": lambda m: (delattr(m, "scale"), m.register_buffer("scale", torch.ones(()))),
     "frozen": lambda m: m.second[0].weight.requires_grad_(False),
+    "same memory, new object": lambda m: setattr(m.second[0], "weight", nn.Parameter(m.second[0].weight.data)),
+    "swapped with the same memory": lambda m: torch.utils.swap_tensors(
+        m.second[0].weight, nn.Parameter(m.second[0].weight.data)
+    ),
     "memory replaced": lambda m: set_data(m.second[0].weight, torch.ones(4, 4)),
     "transposed": lambda m: set_data(m.second[0].weight, m.second[0].weight.data.t()),
     "reshaped": lambda m: set_data(m.second[0].weight, m.second[0].weight.data.view(2, 8)),
@@ -106,6 +110,8 @@ def assert_same_state(state: dict[str, Any], wanted: Any) -> None:
             assert (mine.dtype, mine.layout, mine.requires_grad) == (value.dtype, value.layout, False)
             if name.partition(".")[2] != "more" and value.layout == torch.strided:
                 assert mine.is_set_to(value)
+                torch.autograd.graph.increment_version(value)
+                assert mine._version == value._version  # what changes the one is seen to change the other
 
 
 @pytest.mark.parametrize("change", CHANGES_OF_A_MODULE)

@@ -56,7 +56,7 @@ def test_whatever_a_target_is_like_it_gets_what_was_saved(tmp_path: Path, direct
     targets = {"model.small": torch.zeros(3), "model.large": make(saved)}
     version = targets["model.large"]._version
     open_reader(tmp_path).read_into(targets)
-    assert direct == ([1] if is_direct else [])
+    assert direct == [2 if is_direct else 1]
     assert torch.equal(targets["model.large"], saved.to(targets["model.large"].dtype))
     assert torch.equal(targets["model.small"], torch.ones(3))
     assert targets["model.large"]._version > version  # autograd would notice
@@ -179,7 +179,7 @@ def test_memory_of_a_device_is_filled_from_blocks(tmp_path: Path, monkeypatch: p
     (tmp_path / "file").write_bytes(b"xyz" + bytes(saved.view(torch.uint8).numpy()))
     piece = Piece(torch.zeros(70_000, dtype=torch.bfloat16), 3)
     assert piece.is_read_in_place
-    piece._is_in_host_memory = False
+    piece.is_in_host_memory = False
     assert not piece.is_read_in_place
     filling.fill_and_digest(tmp_path / "file", [piece])
     assert torch.equal(piece.target, saved)

@@ -252,6 +252,20 @@ def test_a_device_copies_after_the_last_step_and_before_the_next(device: Any, fi
     assert torch.equal(buffer, torch.full((3,), 2.0))
 
 
+@pytest.mark.parametrize("view", [torch.conj, lambda value: value.conj().imag])
+def test_a_tensor_that_is_another_seen_differently_is_saved_as_it_is_seen(view: Callable[[Tensor], Tensor]) -> None:
+    """Conjugated or negated without that being done to its memory."""
+    source = view(torch.randn(2**17, dtype=torch.complex64))
+    assert source.is_conj() or source.is_neg()
+    target = torch.empty(source.shape, dtype=source.dtype)
+    nothing = Copies([], [], [])
+    copy = Staging(nothing, Copies(["w"], [target], [source]))
+    copy.start()
+    copy.let_go_on()
+    assert copy.wait(30) is None
+    assert torch.equal(target, source.resolve_conj().resolve_neg())
+
+
 # -- with a device ----------------------------------------------------------------------------------------------------
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
