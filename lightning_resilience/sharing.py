@@ -254,14 +254,14 @@ def share_out(holdings: Sequence[Holding]) -> GlobalPlan:
     sharded = bool(np.any(~by_all))
     common = (by_all | kinds.is_one_number[kind]) & sharded
     several = (places.count > 1) & kinds.is_replicated[kind] & ~(common & (size <= SMALL))
-    _check_alike(held, kinds, places, several)
+    shared = np.flatnonzero(several)
+    _check_alike(held, kinds, places, shared)
 
     own = np.zeros(len(held.rank), np.uint8)
     own[first[~several]] = np.where(common[~several], COMMON, OWN)
     load = np.zeros(world, np.int64)
     np.add.at(load, held.rank[first[~several]], size[~several])
     parts: list[list[tuple[int, int, int, int]]] = [[] for _ in range(world)]
-    shared = np.flatnonzero(several)
     even = max(math.ceil((int(load.sum()) + int(size[shared].sum())) / world), 1)
     for place in shared[np.argsort(-size[shared], kind="stable")].tolist():
         holders = places.holders(place)
@@ -302,6 +302,7 @@ class _Kinds:
     """The kinds of all inventories in a row, as columns.
 
     Attributes:
+        keys: their keys.
         begins: the number of the first kind of each inventory.
         tensor: equal for the items of one tensor, whichever rank holds them.
         form: equal for tensors of the same dtype and size.
@@ -440,17 +441,17 @@ def _numbered(tensor: Numbers, offsets: Numbers) -> Numbers:
     return (np.cumsum(volume) - volume)[tensor] + within
 
 
-def _check_alike(held: _Held, kinds: _Kinds, places: _Places, several: NDArray[np.bool_]) -> None:
+def _check_alike(held: _Held, kinds: _Kinds, places: _Places, shared: Numbers) -> None:
     """Whether those who hold a place that any of them may write hold as much of the same tensor."""
-    of_place = np.repeat(np.arange(len(places.start)), places.count)
-    shift = np.repeat(places.start - (np.cumsum(places.count) - places.count), places.count)
-    item = places.sorted[np.arange(len(of_place)) + shift]
-    first = places.first[of_place]
-    form = kinds.form[held.kind]
-    differs = (form[item] != form[first]) | np.any(held.boxes[item, 1] != held.boxes[first, 1], axis=1)
-    for number in np.flatnonzero(differs & several[of_place])[:1].tolist():
-        key, ranks = kinds.keys[held.kind[item[number]]], sorted((held.rank[first[number]], held.rank[item[number]]))
-        raise misfit(f"{key} is of another shape or dtype on rank {ranks[1]} than on rank {ranks[0]}")
+    count = places.count[shared]
+    within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    item = places.sorted[np.repeat(places.start[shared], count) + within]
+    first = np.repeat(places.first[shared], count)
+    differs = kinds.form[held.kind[item]] != kinds.form[held.kind[first]]
+    differs |= np.any(held.boxes[item, 1] != held.boxes[first, 1], axis=1)
+    for number in np.flatnonzero(differs)[:1].tolist():
+        key, rank, lower = kinds.keys[held.kind[item[number]]], held.rank[item[number]], held.rank[first[number]]
+        raise misfit(f"{key} is of another shape or dtype on rank {rank} than on rank {lower}")
 
 
 def misfit(*what: str) -> SaveFailed:
