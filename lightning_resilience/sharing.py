@@ -257,28 +257,45 @@ def share_out(holdings: Sequence[Holding]) -> GlobalPlan:
     shared = np.flatnonzero(several)
     _check_alike(held, kinds, places, shared)
 
+    alone = first[~several]
     own = np.zeros(len(held.rank), np.uint8)
-    own[first[~several]] = np.where(common[~several], COMMON, OWN)
+    own[alone] = np.where(common[~several], COMMON, OWN)
     load = np.zeros(world, np.int64)
-    np.add.at(load, held.rank[first[~several]], size[~several])
-    parts: list[list[tuple[int, int, int, int]]] = [[] for _ in range(world)]
-    even = max(math.ceil((int(load.sum()) + int(size[shared].sum())) / world), 1)
-    for place in shared[np.argsort(-size[shared], kind="stable")].tolist():
-        holders = places.holders(place)
-        ranks, items = held.rank[holders], held.item[holders]
-        nbytes, rows = int(size[place]), int(held.rows[first[place]])
-        in_common = sharded and bool(by_all[place])
-        for start, stop in _cut(nbytes, rows, even):
-            least = int(load[ranks].argmin())
-            rank = int(ranks[least])
-            parts[rank].append((int(items[least]), start, stop, in_common))
-            load[rank] += nbytes if stop == WHOLE else nbytes // rows * (stop - start)
-
+    np.add.at(load, held.rank[alone], held.nbytes[alone])
+    largest_first = shared[np.argsort(-size[shared], kind="stable")]
+    parts = _deal(held, places, largest_first, load, by_all & sharded)
     shares = [
         Share(of_rank, np.array(parts[rank], np.int64).reshape(-1, 4))
         for rank, of_rank in enumerate(np.split(own, held.begins[1:]))
     ]
     return GlobalPlan(holdings, shares, tied)
+
+
+def _deal(
+    held: _Held, places: _Places, order: Numbers, load: Numbers, common: NDArray[np.bool_]
+) -> list[list[tuple[int, int, int, int]]]:
+    """Give places away one after the other; for each rank rows as in ``Share.parts``.
+
+    Args:
+        held: what there is.
+        places: where it lies.
+        order: which of them to deal.
+        load: bytes that each rank has to write so far; counted on.
+        common: for each place, whether all ranks read it.
+    """
+    parts: list[list[tuple[int, int, int, int]]] = [[] for _ in load]
+    nbytes = held.nbytes[places.first]
+    even = max(math.ceil((int(load.sum()) + int(nbytes[order].sum())) / len(load)), 1)
+    for place in order.tolist():
+        holders = places.holders(place)
+        ranks, items = held.rank[holders], held.item[holders]
+        size, rows = int(nbytes[place]), int(held.rows[places.first[place]])
+        for start, stop in _cut(size, rows, even):
+            least = int(load[ranks].argmin())
+            rank = int(ranks[least])
+            parts[rank].append((int(items[least]), start, stop, bool(common[place])))
+            load[rank] += size if stop == WHOLE else size // rows * (stop - start)
+    return parts
 
 
 def _distinct(holdings: Sequence[Holding]) -> tuple[list[Inventory], list[int]]:
