@@ -1,7 +1,7 @@
 """The doorway into Lightning: where we take the place of its methods, and every private name that this needs.
 
 ``PRIVATE_NAMES`` lists every private name of Lightning and torch that this package relies on, here and in ``loops``,
-``data``, ``order``, ``logged`` and ``callback``; a test fails when one moves.
+``data``, ``order``, ``logged``, ``callback`` and ``record``; a test fails when one moves.
 
 ``FSDPStrategy`` and ``ModelParallelStrategy`` never call a CheckpointIO, and the others call it on rank 0 only, so a
 plugin cannot do this work.  What works for all of them is to override a handful of methods on the strategy *instance*
@@ -51,6 +51,8 @@ PRIVATE_NAMES = (
     "torch:Tensor._version",
     "torch:_foreach_copy_",
     "torch.utils._pytree:tree_flatten",
+    "torch.distributed.checkpoint.default_planner:_validate_global_plan",
+    "torch.distributed.checkpoint.filesystem:_StorageInfo",
     "lightning.pytorch.loops.loop:_Loop.restarting",
     "lightning.pytorch.loops.fit_loop:_FitLoop._can_stop_early",
     "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop.__init__._batches_that_stepped",

@@ -5,6 +5,8 @@
     prepare (each rank for itself)   does the plan still hold for the state as it is now?
     replan  (all ranks together)     share the state out anew, lay out this rank's part, allocate its slots
     finish  (behind the training)    map the slots' memory, describe the plan for ``.metadata``
+
+It is kept until a *fingerprint* (names, kinds, dtypes, shapes, placements, tied storages) changes on any rank.
 """
 
 from __future__ import annotations
@@ -14,15 +16,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+from torch.distributed.checkpoint.planner import WriteItem
+
 from lightning_resilience.flat import FlatState, Outline, State
 from lightning_resilience.ranks import Ranks, attempt, raise_first
-from lightning_resilience.shards import (
+from lightning_resilience.record import metadata_bytes
+from lightning_resilience.shards import Layout, lay_out
+from lightning_resilience.sharing import (
     GlobalPlan,
-    Layout,
-    lay_out,
-    metadata_bytes,
+    LocalPlan,
+    Share,
+    heard,
+    pieces_of,
     plan_locally,
     share_out,
+    tell,
 )
 from lightning_resilience.slots import Slot, SlotMemory, dump_objects
 
@@ -115,18 +124,10 @@ class Planner:
         self._drop()
         prepared.objects = None
         flat = prepared.flat
-        plans = self._ranks.gather(attempt(lambda: plan_locally(flat, prepared.identical)))
-        shares: list[Any] | None = None
-        whole: GlobalPlan | BaseException | None = None
-        if plans is not None:
-            whole = attempt(lambda: _share_out_or_raise(plans))
-            shares = [whole] * len(plans) if isinstance(whole, BaseException) else list(whole.pieces)
-        mine = self._ranks.scatter(shares)
-        if isinstance(mine, BaseException):
-            raise mine
+        items, share, whole = self._share(flat, prepared.identical)
 
-        laid = attempt(lambda: self._allocate(lay_out(mine, flat), flat.is_on_cuda()))
-        everyone = self._ranks.gather(laid if isinstance(laid, BaseException) else laid[0].extents)
+        laid = attempt(lambda: self._allocate(lay_out(pieces_of(items, share), flat), flat.is_on_cuda()))
+        everyone = self._ranks.gather(laid if isinstance(laid, BaseException) else np.array(laid[0].extents, np.int64))
         failed = [entry for entry in everyone or () if isinstance(entry, BaseException)]
         failure = self._ranks.broadcast(failed[0] if failed else None)
         if failure is not None:
@@ -137,10 +138,24 @@ class Planner:
         assert not isinstance(laid, BaseException)
         layout, slots = laid
         extents = [entry for entry in everyone or () if not isinstance(entry, BaseException)]
-        describe = partial(metadata_bytes, whole, extents) if isinstance(whole, GlobalPlan) else None
+        describe = partial(metadata_bytes, whole, extents) if whole is not None else None
         self.plan = Plan(prepared.fingerprint, layout, describe, slots, frozenset(trained(flat)))
         self._unmapped = slots[0]
         return self.plan
+
+    def _share(self, flat: FlatState, identical: Collection[str]) -> tuple[list[WriteItem], Share, GlobalPlan | None]:
+        """What this rank could write, and what it gets to write; on rank 0 also what all get."""
+        local = attempt(lambda: plan_locally(flat, identical))
+        digests = self._ranks.all_gather(local if isinstance(local, BaseException) else local.holding.inventory.digest)
+        raise_first(digests)
+        assert isinstance(local, LocalPlan)
+        told = self._ranks.gather(tell(local.holding, digests, self._ranks.rank))
+        whole = attempt(lambda: share_out(heard(digests, told))) if told is not None else None
+        share = self._ranks.scatter(_for_each(whole, self._ranks.world_size))
+        if isinstance(share, BaseException):
+            raise share
+        assert not isinstance(whole, BaseException)
+        return local.items, share, whole
 
     def _allocate(self, layout: Layout, on_cuda: bool) -> tuple[Layout, list[Slot]]:
         slots = self._memory.allocate(layout)
@@ -171,6 +186,8 @@ class Planner:
             self.plan = None
 
 
-def _share_out_or_raise(plans: list[Any]) -> GlobalPlan:
-    raise_first(plans)
-    return share_out(plans)
+def _for_each(whole: GlobalPlan | BaseException | None, world_size: int) -> list[Any] | None:
+    """What each rank is told of the plan, or why there is none."""
+    if whole is None:
+        return None
+    return [whole] * world_size if isinstance(whole, BaseException) else list(whole.shares)

@@ -160,6 +160,7 @@ class Verdict:
         """The failure as the other ranks get to see it."""
         by = f"Rank {self._rank}: " if self._world_size > 1 else ""
         hint = getattr(error, "hint", "")
+        stage = getattr(error, "stage", "") or stage
         return portable(SaveFailed(f"{by}{describe(error)}", rank=self._rank, stage=stage, hint=hint))
 
     def clear(self) -> None:

@@ -25,3 +25,9 @@ def test_what_a_rank_tells_and_hears_for_a_commit_does_not_grow_with_the_number_
     few, many = scale.measure(16, node=4), scale.measure(256, node=4)
     assert abs(many["requests_of_a_rank"] - few["requests_of_a_rank"]) <= 1  # the last to report says so; it may lead
     assert many["bytes_of_a_rank"] < 1.1 * few["bytes_of_a_rank"]
+
+
+def test_what_a_rank_tells_for_a_plan_does_not_grow_with_the_number_of_ranks() -> None:
+    few, many = scale.measure_plan(8), scale.measure_plan(40)
+    assert many["bytes_a_rank_sends"] == few["bytes_a_rank_sends"] < 60 * scale.TENSORS
+    assert many["bytes_a_rank_gets"] < 10 * scale.TENSORS

@@ -12,21 +12,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from lightning_resilience.errors import SaveFailed
 from lightning_resilience.flat import FlatState
 from lightning_resilience.manifest import METADATA, shard_file
 from lightning_resilience.reader import CheckpointReader, canonical, empty
-from lightning_resilience.shards import (
-    Skeleton,
-    dump_object,
-    lay_out,
-    metadata_bytes,
-    plan_locally,
-    share_out,
-)
+from lightning_resilience.record import metadata_bytes
+from lightning_resilience.shards import Skeleton, dump_object, lay_out
+from lightning_resilience.sharing import pieces_of, plan_locally, share_out
 from lightning_resilience.slots import SlotMemory, dump_objects
 
 DTYPES = [
@@ -59,8 +51,12 @@ def raw(tensor: Tensor) -> bytes:
 def write(folder: Path, *states: dict[str, Any], identical: tuple[str, ...] = ()) -> None:
     """Save the states of so many ranks through slots, as the engine does."""
     flats = [FlatState.of(state) for state in states]
-    plan = share_out([plan_locally(flat, identical) for flat in flats])
-    layouts = [lay_out(pieces, flat) for pieces, flat in zip(plan.pieces, flats, strict=True)]
+    local = [plan_locally(flat, identical) for flat in flats]
+    plan = share_out([of_rank.holding for of_rank in local])
+    layouts = [
+        lay_out(pieces_of(of_rank.items, share), flat)
+        for of_rank, share, flat in zip(local, plan.shares, flats, strict=True)
+    ]
     memory = SlotMemory(False)
     for rank, (layout, flat) in enumerate(zip(layouts, flats, strict=True)):
         (slot,) = memory.allocate(layout, copies=1)
@@ -173,25 +169,6 @@ def test_tensors_tied_on_one_rank_only_are_all_stored(tmp_path: Path) -> None:
     assert full.keys() == {"a", "b"}
 
 
-def chunk(key: str, start: int, stop: int, total: int) -> WriteItem:
-    offsets, sizes = torch.Size([start, 0]), torch.Size([stop - start, 4])
-    data = TensorWriteData(
-        ChunkStorageMetadata(offsets, sizes), TensorProperties(dtype=torch.float32), torch.Size([total, 4])
-    )
-    return WriteItem(index=MetadataIndex(key, offsets), type=WriteItemType.SHARD, tensor_data=data)
-
-
-def test_shards_that_leave_a_hole_or_overlap_are_refused() -> None:
-    plans = [plan_locally(FlatState.of({})) for _ in range(2)]
-    plans[0].items.append(chunk("w", 0, 4, 10))
-    plans[1].items.append(chunk("w", 5, 10, 10))
-    with pytest.raises(SaveFailed, match="w"):
-        share_out(plans)
-    plans[1].items[0] = chunk("w", 3, 10, 10)
-    with pytest.raises(SaveFailed, match="w"):
-        share_out(plans)
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -218,7 +195,8 @@ def test_fingerprint_changes_with_the_shape_of_the_state_and_with_nothing_else(c
 def test_slot_is_refilled_in_place_and_objects_may_grow_within_their_spot() -> None:
     state = {"model": {"w": torch.zeros(3)}, "optimizer_0": {"lr": 0.1, "steps": 1}}
     flat = FlatState.of(state)
-    layout = lay_out(share_out([plan_locally(flat)]).pieces[0], flat)
+    local = plan_locally(flat)
+    layout = lay_out(pieces_of(local.items, share_out([local.holding]).shares[0]), flat)
     first, second = SlotMemory(False).allocate(layout)
     first.fill(flat, dump_objects(layout, flat) or {})
     before = bytes(first.view())
@@ -253,8 +231,9 @@ def test_names_lose_what_wrappers_insert(name: str, plain: str) -> None:
 def test_metadata_does_not_name_this_package() -> None:
     """Stock readers unpickle it without us."""
     flat = FlatState.of({"model": {"w": torch.zeros(3)}})
-    plan = share_out([plan_locally(flat)])
-    data = metadata_bytes(plan, [lay_out(plan.pieces[0], flat).extents])
+    local = plan_locally(flat)
+    plan = share_out([local.holding])
+    data = metadata_bytes(plan, [lay_out(pieces_of(local.items, plan.shares[0]), flat).extents])
     assert b"lightning_resilience" not in data
     assert pickle.loads(data).state_dict_metadata.keys() == {"model.w"}
 

@@ -1,17 +1,24 @@
-"""What a commit costs by number of ranks: simulated ranks, threads of one process, over a real key-value store.
+"""What a commit and a plan cost by number of ranks.
 
-    python tests/benchmarks/scale.py [--ranks 8 64 512 4096] [--node 8]
+    python tests/benchmarks/scale.py [--ranks 8 64 512 4096] [--node 8] [--planned 8 64 512 4096] [--replicas 1]
 
-Each rank hands in three files, as a save does, and waits for the verdict; one rank of each node commits the node's
-folder.  No model, no shards: what is left is what ranks have to tell each other.  All of them share this machine's
-cores and one interpreter, so the seconds are an upper bound; what counts is how bytes and seconds grow.
+**A commit**: simulated ranks, threads of one process, over a real key-value store.  Each rank hands in three files, as
+a save does, and waits for the verdict; one rank of each node commits the node's folder.  No model, no shards: what is
+left is what ranks have to tell each other.  All of them share this machine's cores and one interpreter, so the seconds
+are an upper bound; what counts is how bytes and seconds grow.
+
+**A plan**: what ranks tell rank 0 of 1,000 sharded tensors and hear from it, pickled as the group does it, and how long
+rank 0 computes, on its training thread and behind.  The way between them is left out, and what a rank does for itself
+is the same for any number of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import pickle
 import tempfile
 import threading
 import time
@@ -22,11 +29,19 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it would like to know the names of clients
-from torch.distributed import TCPStore  # after it is told so
+import numpy as np  # after it is told so
+import torch
+from torch.distributed import TCPStore
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from lightning_resilience import store
+from lightning_resilience.flat import FlatState
 from lightning_resilience.manifest import META, METADATA, PARTIAL, FileEntry, Manifest, digest, rank_file, shard_file
 from lightning_resilience.ranks import Board, _allow_connections
+from lightning_resilience.record import metadata_bytes
+from lightning_resilience.shards import lay_out
+from lightning_resilience.sharing import Holding, LocalPlan, heard, pieces_of, share_out, tell
 from lightning_resilience.tiers import LocalTier
 from lightning_resilience.verdict import Report, Verdict
 
@@ -150,15 +165,83 @@ def measure(world_size: int, node: int) -> dict[str, float]:
     }
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 4096])
-    parser.add_argument("--node", type=int, default=8, help="ranks that share a folder; 0: all")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    rows = [measure(ranks, arguments.node or ranks) for ranks in arguments.ranks]
+TENSORS = 1000
+DESCRIBED = 512
+"""Ranks up to which ``.metadata`` is made: it has some 100 bytes for each tensor of each rank, and takes ten times as
+much memory."""
+
+
+def sharded_plan(parts: int) -> LocalPlan:
+    """What a rank tells that has the first of so many parts of each tensor."""
+    sizes, whole = torch.Size((16, 64)), torch.Size((16 * parts, 64))
+    box = ChunkStorageMetadata(torch.Size((0, 0)), sizes)
+    keys = [f"optimizer_0.state.model.layers.{number}.self_attn.q_proj.weight.exp_avg" for number in range(TENSORS)]
+    items = [
+        WriteItem(
+            MetadataIndex(key, box.offsets),
+            WriteItemType.SHARD,
+            tensor_data=TensorWriteData(box, TensorProperties(torch.float32), whole),
+        )
+        for key in keys
+    ]
+    return LocalPlan.of(items, {key: ("optimizer_0", "state", key[18:-8], "exp_avg") for key in keys})
+
+
+def measure_plan(world_size: int, replicas: int = 1) -> dict[str, float]:
+    """A plan: bytes that a rank sends and gets, and seconds for which rank 0 computes."""
+    parts = max(world_size // replicas, 1)
+    local = sharded_plan(parts)
+    holding, digests = local.holding, [local.holding.inventory.digest] * world_size
+    told = []
+    for rank in range(world_size):
+        boxes = holding.boxes.copy()
+        boxes[:, 0, 0] = rank % parts * boxes[:, 1, 0]
+        told.append(pickle.dumps(tell(Holding(holding.inventory, boxes), digests, rank)))
+    digested = [pickle.dumps(digest) for digest in digests]
+
+    begin = time.process_time()
+    plan = share_out(heard([pickle.loads(one) for one in digested], [pickle.loads(one) for one in told]))
+    shares = [pickle.dumps(share) for share in plan.shares]
+    seconds = time.process_time() - begin
+
+    layout = lay_out(pieces_of(local.items, plan.shares[0]), FlatState.of({}))
+    extents = [np.array(layout.extents[:1] * len(share.pieces()), np.int64) for share in plan.shares]
+    placed = [pickle.dumps(one) for one in extents]
+    begin = time.process_time()
+    extents = [pickle.loads(one) for one in placed]
+    seconds += time.process_time() - begin
+
+    begin = time.process_time()
+    metadata = metadata_bytes(plan, extents) if world_size <= DESCRIBED else b""
+    return {
+        "ranks": world_size,
+        "bytes_a_rank_sends": len(digested[-1]) + len(told[-1]) + len(placed[-1]),
+        "bytes_a_rank_gets": sum(map(len, digested)) + max(map(len, shares)),
+        "bytes_of_rank_0": sum(map(len, digested + told + placed + shares)),
+        "training_seconds": seconds,
+        "background_seconds": time.process_time() - begin if metadata else math.nan,
+        "metadata_bytes": len(metadata),
+    }
+
+
+def show(rows: list[dict[str, float]]) -> None:
+    """A line for each."""
     for row in rows:
         print("  ".join(f"{name}={value:,.3f}" if isinstance(value, float) else f"{name}={value:,}"
                         for name, value in row.items()))  # fmt: skip
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[8, 64, 512, 4096])
+    parser.add_argument("--node", type=int, default=8, help="ranks that share a folder; 0: all")
+    parser.add_argument("--planned", type=int, nargs="*", default=[8, 64, 512, 4096], help="ranks of plans")
+    parser.add_argument("--replicas", type=int, default=1, help="ranks that hold the same part of a tensor")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    rows = [measure(ranks, arguments.node or ranks) for ranks in arguments.ranks]
+    show(rows)
+    plans = [measure_plan(ranks, arguments.replicas) for ranks in arguments.planned]
+    show(plans)
     if arguments.json:
-        arguments.json.write_text(json.dumps(rows))
+        arguments.json.write_text(json.dumps({"commits": rows, "plans": plans}))

@@ -1,0 +1,485 @@
+"""Who writes what: every piece of the state is given to one of the ranks that hold it.
+
+::
+
+    state ── flatten ──> items ──┬─ inventory: what they are ──> digest, compared by all ranks;
+                                 │                               told once by those that have the same
+                                 └─ boxes: where they lie ─────> rank 0, numbers only
+                                                                   │ share out
+                 pieces to write <── own items, and a share <──────┘
+
+Items are DCP's own, from its planner.  A rank's part of a sharded state differs from another's in where its boxes lie
+and in little else, so that is all that most ranks tell.  What is done with it on rank 0 is done to the numbers of all
+ranks at once: only what several ranks hold, and any of them may write, is decided piece by piece.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from lightning_resilience.errors import SaveFailed
+from lightning_resilience.flat import FlatState, Path
+from lightning_resilience.manifest import digest
+from lightning_resilience.shards import Piece
+
+Numbers: TypeAlias = NDArray[np.int64]
+
+SMALL = 4096
+"""Bytes up to which what all ranks read is not worth spreading over several files."""
+
+WHOLE = -1
+"""In place of its last row: all of an item."""
+
+
+# -- what a rank holds ------------------------------------------------------------------------------------------------
+
+
+class Kind(NamedTuple):
+    """What DCP knows of an item, but for where its box lies; no ``properties`` and ``size`` of objects."""
+
+    key: str
+    type: WriteItemType
+    properties: TensorProperties | None
+    size: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What a rank holds; many ranks have the same.
+
+    Attributes:
+        kinds: of its items.
+        mappings: the names that lead to each key.
+        identical: keys of plain tensors that other ranks hold identically, so that any may write them.
+        tied: keys whose storage an earlier key has too, with that key.
+        empty: keys where this rank cannot tell, as it has no part.
+    """
+
+    kinds: tuple[Kind, ...]
+    mappings: dict[str, Path]
+    identical: frozenset[str]
+    tied: dict[str, str]
+    empty: frozenset[str]
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Equal on ranks that hold the same."""
+        parts = self.kinds, self.mappings, sorted(self.identical), self.tied, sorted(self.empty)
+        return bytes.fromhex(digest(repr(parts).encode()))
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a rank holds, and where it lies: for each item the offsets and the sizes of its box, filled up with 0 and 1
+    to as many dimensions as any item has (items x 2 x dimensions)."""
+
+    inventory: Inventory
+    boxes: Numbers
+
+
+@dataclass(frozen=True)
+class LocalPlan:
+    """What one rank could write: DCP's items, and the same as other ranks have to know it."""
+
+    items: list[WriteItem]
+    holding: Holding
+
+    @classmethod
+    def of(
+        cls,
+        items: list[WriteItem],
+        mappings: dict[str, Path],
+        *,
+        identical: Collection[str] = (),
+        tied: Mapping[str, str] | None = None,
+        empty: Collection[str] = (),
+    ) -> LocalPlan:
+        """See ``Inventory``."""
+        kinds = tuple(map(_kind_of, items))
+        inventory = Inventory(kinds, mappings, frozenset(identical), dict(tied or {}), frozenset(empty))
+        return cls(items, Holding(inventory, _boxes_of(items)))
+
+
+def plan_locally(flat: FlatState, identical: Collection[str] = ()) -> LocalPlan:
+    """What this rank could write.
+
+    Args:
+        flat: its state.
+        identical: keys of plain tensors that all ranks hold bit for bit (data-parallel parameters and moments).  Other
+            plain values may differ between ranks (batch-norm buffers do); the lowest rank's are the ones that count.
+    """
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(flat.as_dict())
+    tied, empty = flat.tied()
+    items = planner.create_local_plan().items
+    return LocalPlan.of(items, flat.outline.paths, identical=identical, tied=tied, empty=empty)
+
+
+def _kind_of(item: WriteItem) -> Kind:
+    data = item.tensor_data
+    if data is None:
+        return Kind(item.index.fqn, item.type, None, None)
+    return Kind(item.index.fqn, item.type, data.properties, tuple(data.size))
+
+
+def _boxes_of(items: Sequence[WriteItem]) -> Numbers:
+    boxes = [((), ()) if item.tensor_data is None else _box(item.tensor_data.chunk) for item in items]
+    depth = max((len(sizes) for _, sizes in boxes), default=0)
+    rows = [
+        ((*offsets, *(0,) * (depth - len(offsets))), (*sizes, *(1,) * (depth - len(sizes)))) for offsets, sizes in boxes
+    ]
+    return np.array(rows, np.int64).reshape(len(items), 2, depth)
+
+
+def _box(chunk: ChunkStorageMetadata) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(chunk.offsets), tuple(chunk.sizes)
+
+
+Told: TypeAlias = tuple[Inventory | None, Numbers]
+"""What a rank tells rank 0 of its holding: no inventory where a lower rank has the same."""
+
+
+def tell(holding: Holding, digests: Sequence[bytes | BaseException], rank: int) -> Told:
+    """As ``rank``, which knows the digests of all inventories."""
+    is_first = digests.index(holding.inventory.digest) == rank
+    return holding.inventory if is_first else None, holding.boxes
+
+
+def heard(digests: Sequence[bytes | BaseException], told: Sequence[Told]) -> list[Holding]:
+    """As rank 0: what each rank holds."""
+    inventories = {digest: inventory for digest, (inventory, _) in zip(digests, told, strict=True) if inventory}
+    return [Holding(inventories[digest], boxes) for digest, (_, boxes) in zip(digests, told, strict=True)]
+
+
+# -- what it gets to write --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank gets to write.
+
+    Attributes:
+        own: for each of its items, 0 or what it is to write all of: ``OWN``, or ``COMMON`` where all ranks read it.
+        parts: of items that several ranks hold; a row has the number of the item, the first of its rows, the one after
+            the last or ``WHOLE``, and whether all ranks read it.
+    """
+
+    own: NDArray[np.uint8]
+    parts: Numbers
+
+    def pieces(self) -> Numbers:
+        """All of it, in the form of ``parts``."""
+        items = np.flatnonzero(self.own)
+        own = np.zeros((len(items), 4), np.int64)
+        own[:, 0], own[:, 2], own[:, 3] = items, WHOLE, self.own[items] == COMMON
+        return np.concatenate([own, self.parts])
+
+
+OWN, COMMON = 1, 2
+
+
+def pieces_of(items: Sequence[WriteItem], share: Share) -> list[Piece]:
+    """As the rank that has the items: what it will write."""
+    return [
+        Piece(_rows(items[item], start, stop), _base(items[item]), bool(common))
+        for item, start, stop, common in share.pieces().tolist()
+    ]
+
+
+def _rows(item: WriteItem, start: int, stop: int) -> WriteItem:
+    """A part of ``item`` along its first dimension."""
+    data = item.tensor_data
+    if stop == WHOLE or data is None:
+        return item
+    offsets = torch.Size((data.chunk.offsets[0] + start, *data.chunk.offsets[1:]))
+    sizes = torch.Size((stop - start, *data.chunk.sizes[1:]))
+    return WriteItem(
+        index=MetadataIndex(item.index.fqn, offsets),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(ChunkStorageMetadata(offsets, sizes), data.properties, data.size),
+    )
+
+
+def _base(item: WriteItem) -> tuple[int, ...]:
+    return () if item.tensor_data is None else tuple(item.tensor_data.chunk.offsets)
+
+
+# -- sharing out ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class GlobalPlan:
+    """What each rank holds and gets to write, and the tied keys with the key they share."""
+
+    holdings: Sequence[Holding]
+    shares: list[Share]
+    tied: dict[str, str]
+
+
+def share_out(holdings: Sequence[Holding]) -> GlobalPlan:
+    """Give every piece of the state to one rank, so that the files come out even.
+
+    What only one rank holds is its to write.  What several hold goes to the one with the least to write so far,
+    largest first, and is cut along its first dimension where one rank would get more than its even part.  Small things
+    that all read stay together, on the lowest rank.
+
+    Args:
+        holdings: of all ranks; those that hold the same have the very same inventory.
+
+    Raises:
+        SaveFailed: ranks that should hold the same do not.
+    """
+    world = len(holdings)
+    inventories, which = _distinct(holdings)
+    tied = _tied_everywhere(inventories)
+    kinds = _Kinds(inventories, tied)
+    held = _Held.of(holdings, which, kinds)
+    places = _Places.of(held, kinds)
+
+    first = places.first
+    kind, size = held.kind[first], held.nbytes[first]
+    by_all = places.count == world
+    sharded = bool(np.any(~by_all))
+    common = (by_all | kinds.is_one_number[kind]) & sharded
+    several = (places.count > 1) & kinds.is_replicated[kind] & ~(common & (size <= SMALL))
+    shared = np.flatnonzero(several)
+    _check_alike(held, kinds, places, shared)
+
+    alone = first[~several]
+    own = np.zeros(len(held.rank), np.uint8)
+    own[alone] = np.where(common[~several], COMMON, OWN)
+    load = np.zeros(world, np.int64)
+    np.add.at(load, held.rank[alone], held.nbytes[alone])
+    largest_first = shared[np.argsort(-size[shared], kind="stable")]
+    parts = _deal(held, places, largest_first, load, by_all & sharded)
+    shares = [
+        Share(of_rank, np.array(parts[rank], np.int64).reshape(-1, 4))
+        for rank, of_rank in enumerate(np.split(own, held.begins[1:]))
+    ]
+    return GlobalPlan(holdings, shares, tied)
+
+
+def _deal(
+    held: _Held, places: _Places, order: Numbers, load: Numbers, common: NDArray[np.bool_]
+) -> list[list[tuple[int, int, int, int]]]:
+    """Give places away one after the other; for each rank rows as in ``Share.parts``.
+
+    Args:
+        held: what there is.
+        places: where it lies.
+        order: which of them to deal.
+        load: bytes that each rank has to write so far; counted on.
+        common: for each place, whether all ranks read it.
+    """
+    parts: list[list[tuple[int, int, int, int]]] = [[] for _ in load]
+    nbytes = held.nbytes[places.first]
+    even = max(math.ceil((int(load.sum()) + int(nbytes[order].sum())) / len(load)), 1)
+    for place in order.tolist():
+        holders = places.holders(place)
+        ranks, items = held.rank[holders], held.item[holders]
+        size, rows = int(nbytes[place]), int(held.rows[places.first[place]])
+        for start, stop in _cut(size, rows, even):
+            least = int(load[ranks].argmin())
+            rank = int(ranks[least])
+            parts[rank].append((int(items[least]), start, stop, bool(common[place])))
+            load[rank] += size if stop == WHOLE else size // rows * (stop - start)
+    return parts
+
+
+def _distinct(holdings: Sequence[Holding]) -> tuple[list[Inventory], list[int]]:
+    """The inventories, and which each rank has."""
+    seen: dict[int, int] = {}
+    which = [seen.setdefault(id(holding.inventory), len(seen)) for holding in holdings]
+    return [holdings[which.index(number)].inventory for number in range(len(seen))], which
+
+
+def _tied_everywhere(inventories: Sequence[Inventory]) -> dict[str, str]:
+    """Keys that every rank with a part of them finds tied to the same key."""
+    candidates = {key: first for inventory in inventories for key, first in inventory.tied.items()}
+    return {
+        key: first
+        for key, first in candidates.items()
+        if all(inventory.tied.get(key) == first or key in inventory.empty for inventory in inventories)
+    }
+
+
+class _Kinds:
+    """The kinds of all inventories in a row, as columns.
+
+    Attributes:
+        keys: their keys.
+        begins: the number of the first kind of each inventory.
+        tensor: equal for the items of one tensor, whichever rank holds them.
+        form: equal for tensors of the same dtype and size.
+        itemsize: bytes of an element; 0 of objects.
+        is_one_number: whether the whole tensor has one element.
+        is_replicated: whether ranks that hold the same box of it hold the same values.
+        is_empty: whether the whole tensor has no elements.
+        is_left_out: whether it is stored under another key.
+    """
+
+    def __init__(self, inventories: Sequence[Inventory], tied: Collection[str]) -> None:
+        kinds = [kind for inventory in inventories for kind in inventory.kinds]
+        counts = [len(inventory.kinds) for inventory in inventories]
+        identical = itertools.chain.from_iterable(
+            (kind.key in inventory.identical for kind in inventory.kinds) for inventory in inventories
+        )
+        numel = [None if kind.size is None else math.prod(kind.size) for kind in kinds]
+        tensors: dict[Any, int] = {}
+        forms: dict[Any, int] = {}
+        self.keys = [kind.key for kind in kinds]
+        self.begins = list(itertools.accumulate(counts, initial=0))
+        self.tensor = _column(tensors.setdefault((k.key, _depth(k)), len(tensors)) for k in kinds)
+        self.form = _column(forms.setdefault((_dtype(k), k.size), len(forms)) for k in kinds)
+        self.itemsize = _column(0 if k.properties is None else k.properties.dtype.itemsize for k in kinds)
+        self.is_one_number = _column(n == 1 for n in numel).astype(bool)
+        self.is_empty = _column(n == 0 for n in numel).astype(bool)
+        self.is_replicated = _column(
+            k.type == WriteItemType.SHARD or same for k, same in zip(kinds, identical, strict=True)
+        ).astype(bool)
+        self.is_left_out = _column(k.key in tied for k in kinds).astype(bool)
+
+
+def _column(values: Iterator[int]) -> Numbers:
+    return np.fromiter(values, np.int64)
+
+
+def _depth(kind: Kind) -> int | None:
+    return None if kind.size is None else len(kind.size)
+
+
+def _dtype(kind: Kind) -> torch.dtype | None:
+    return None if kind.properties is None else kind.properties.dtype
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Every item of every rank in a row, by rank and then in the rank's order, as columns.
+
+    Attributes:
+        begins: where each rank's items begin.
+        rank: who holds it.
+        item: which of that rank's items it is.
+        kind: the number of its kind.
+        boxes: offsets and sizes.
+        nbytes: bytes of its box.
+        rows: size of its box in the first dimension.
+    """
+
+    begins: list[int]
+    rank: Numbers
+    item: Numbers
+    kind: Numbers
+    boxes: Numbers
+    nbytes: Numbers
+    rows: Numbers
+
+    @classmethod
+    def of(cls, holdings: Sequence[Holding], which: Sequence[int], kinds: _Kinds) -> _Held:
+        counts = [len(holding.boxes) for holding in holdings]
+        depth = max(holding.boxes.shape[2] for holding in holdings)
+        item = np.concatenate([np.arange(count) for count in counts])
+        rank = np.repeat(np.arange(len(counts)), counts)
+        boxes = np.concatenate([_of_depth(holding.boxes, depth) for holding in holdings])
+        kind = item + np.repeat(np.array(kinds.begins)[list(which)], counts)
+        nbytes = boxes[:, 1].prod(axis=1) * kinds.itemsize[kind]
+        rows = boxes[:, 1, 0] if depth else np.ones(len(item), np.int64)
+        return cls(list(itertools.accumulate(counts[:-1], initial=0)), rank, item, kind, boxes, nbytes, rows)
+
+
+def _of_depth(boxes: Numbers, depth: int) -> Numbers:
+    """Boxes filled up to more dimensions."""
+    missing = depth - boxes.shape[2]
+    if not missing:
+        return boxes
+    zeros = np.zeros((len(boxes), 1, missing), np.int64)
+    return np.concatenate([boxes, np.concatenate([zeros, zeros + 1], axis=1)], axis=2)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """The boxes that are to be written once, in the order in which ranks come to them, and who holds them.
+
+    Attributes:
+        sorted: numbers of items, those of one place together and by rank.
+        start: where in them each place begins.
+        count: how many ranks hold it.
+    """
+
+    sorted: Numbers
+    start: Numbers
+    count: Numbers
+
+    @classmethod
+    def of(cls, held: _Held, kinds: _Kinds) -> _Places:
+        """A place is a tensor and offsets in it; a rank that has an empty part of a tensor does not hold any."""
+        some = held.boxes[:, 1].prod(axis=1) > 0
+        items = np.flatnonzero(~kinds.is_left_out[held.kind] & (some | kinds.is_empty[held.kind]))
+        number = _numbered(kinds.tensor[held.kind[items]], held.boxes[items, 0])
+        order = np.argsort(number, kind="stable")
+        begins = np.flatnonzero(np.diff(number[order], prepend=-1))
+        counts = np.diff(begins, append=len(order))
+        by_first = np.argsort(order[begins])
+        return cls(items[order], begins[by_first], counts[by_first])
+
+    @cached_property
+    def first(self) -> Numbers:
+        """The item of the lowest rank that holds each place."""
+        return self.sorted[self.start]
+
+    def holders(self, place: int) -> Numbers:
+        """The items of all ranks that hold a place, by rank."""
+        return self.sorted[self.start[place] : self.start[place] + self.count[place]]
+
+
+def _numbered(tensor: Numbers, offsets: Numbers) -> Numbers:
+    """A number that is equal where the tensor and the offsets are: the tensors are lined up, each as large as its
+    offsets ask for, and counted through."""
+    tensors = int(tensor.max(initial=-1)) + 1
+    volume = np.ones(tensors, np.int64)
+    within = np.zeros(len(tensor), np.int64)
+    for of_dimension in offsets.T:
+        extent = np.zeros(tensors, np.int64)
+        np.maximum.at(extent, tensor, of_dimension + 1)
+        within = within * extent[tensor] + of_dimension
+        volume *= extent
+    return (np.cumsum(volume) - volume)[tensor] + within
+
+
+def _check_alike(held: _Held, kinds: _Kinds, places: _Places, shared: Numbers) -> None:
+    """Whether those who hold a place that any of them may write hold as much of the same tensor."""
+    count = places.count[shared]
+    within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    item = places.sorted[np.repeat(places.start[shared], count) + within]
+    first = np.repeat(places.first[shared], count)
+    differs = kinds.form[held.kind[item]] != kinds.form[held.kind[first]]
+    differs |= np.any(held.boxes[item, 1] != held.boxes[first, 1], axis=1)
+    for number in np.flatnonzero(differs)[:1].tolist():
+        key, rank, lower = kinds.keys[held.kind[item[number]]], held.rank[item[number]], held.rank[first[number]]
+        raise misfit(f"{key} is of another shape or dtype on rank {rank} than on rank {lower}")
+
+
+def misfit(*what: str) -> SaveFailed:
+    """For what no checkpoint can be made of."""
+    return SaveFailed(f"The ranks' tensors do not fit together: {'; '.join(what)[:1000]}.", stage="plan")
+
+
+def _cut(nbytes: int, rows: int, limit: int) -> Iterator[tuple[int, int]]:
+    """First and last rows of parts of at most ``limit`` bytes, where there are as many rows."""
+    count = min(rows, math.ceil(nbytes / limit)) if nbytes else 1
+    if count <= 1:
+        yield 0, WHOLE
+        return
+    yield from itertools.pairwise(rows * i // count for i in range(count + 1))
