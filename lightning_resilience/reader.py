@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ class CheckpointReader(_Stored):
         weights_only: bool | None = None,
         unchecked: Mapping[Path, FileEntry] = {},
     ) -> None:
-        self._locate = locate
+        self._locate = lru_cache(None)(locate)  # asked for once a tensor
         self._plain = plain
         self._weights_only = weights_only if plain else weights_only is not False
         self._unchecked = dict(unchecked)
