@@ -1,8 +1,8 @@
 """One checkpoint, made whole: every byte is checked, and what a folder lacks is brought to it.
 
-Ranks share the checking, each file by one rank of each folder, by size and digest.  What a killed process left in the
-memory of a node is read there.  What a folder lacks comes from memory, where folders are node-local from a node that
-has it, and otherwise from the cold tier.
+Ranks share the checking, each file by one rank of each folder, by size and digest; or the digests of shards are left
+to be taken while they are read.  What a killed process left in the memory of a node is read there.  What a folder
+lacks comes from memory, where folders are node-local from a node that has it, and otherwise from the cold tier.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A resume: which checkpoint, decided by all ranks together.
 
 Every rank looks at what it can see, the findings are gathered, and all come to the same answer: the newest checkpoint
-of which every file is somewhere, whole (see ``heal``).  Nothing is unpickled before that.
+of which every file is somewhere, whole, as far as that is known before it is read (see ``heal``).  Nothing is
+unpickled before its digest has matched.
 """
 
 from __future__ import annotations
