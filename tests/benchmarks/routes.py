@@ -165,7 +165,7 @@ class LightningResilience(Route):
         from lightning_resilience import memory
         from lightning_resilience.slots import check_memory
 
-        if (root := check_memory("auto")) is None:
+        if (root := check_memory("auto")) is None or available() < 1.5 * self.source.manifest.size:
             return None
         left = Path(f"{root / memory.PREFIX}{os.getuid()}-{memory.token_of(str(self.folder))}{self.rank}")
         slot = left / f"{memory.SLOT}0"
@@ -200,6 +200,12 @@ class LightningResilience(Route):
         if self.left is not None:
             shutil.rmtree(self.left, ignore_errors=True)
         self.engine.close(0)
+
+
+def available() -> int:
+    """Bytes of memory that may be taken."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
 class LightningResilienceAtOnce(LightningResilience):
