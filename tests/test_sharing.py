@@ -148,7 +148,7 @@ def recorded(
 ) -> tuple[Any, dict[str, Any], dict[Any, Any]]:
     """What DCP's planner says of the pieces, the paths of their keys, and where they lie."""
     plans, metadata = create_default_global_save_plan([SavePlan([piece.item for piece in rank]) for rank in pieces])
-    assert not _validate_global_plan(plans, metadata)
+    assert _validate_global_plan(plans, metadata) in ([], True)  # older torch says whether it is valid
     positions: dict[Any, Any] = {}
     for number, (rank, plan) in enumerate(zip(pieces, plans, strict=True)):
         order = in_order([piece.common for piece in rank], [piece.is_object for piece in rank])
@@ -315,7 +315,7 @@ def test_shards_that_do_not_cover_their_tensor_once_are_refused(start: int, stop
     extents = [
         lay_out(pieces_of(p.items, s), FlatState.of({})).extents for p, s in zip(plans, whole.shares, strict=True)
     ]
-    with pytest.raises(SaveFailed, match="key:w") as caught:
+    with pytest.raises(SaveFailed, match="key:w|see the warnings of torch") as caught:
         metadata_bytes(whole, extents)
     assert caught.value.stage == "plan"
 
