@@ -315,7 +315,7 @@ def test_shards_that_do_not_cover_their_tensor_once_are_refused(start: int, stop
     extents = [
         lay_out(pieces_of(p.items, s), FlatState.of({})).extents for p, s in zip(plans, whole.shares, strict=True)
     ]
-    with pytest.raises(SaveFailed, match="key:w|see the warnings of torch") as caught:
+    with pytest.raises(SaveFailed, match=r"key:w|see the warnings of torch") as caught:
         metadata_bytes(whole, extents)
     assert caught.value.stage == "plan"
 
