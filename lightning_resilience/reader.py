@@ -268,11 +268,6 @@ class CheckpointReader(_Stored):
         planner.set_up_planner(dict(targets), self.metadata)
         return planner
 
-    def _tensor(self, key: str) -> TensorStorageMetadata:
-        entry = self.metadata.state_dict_metadata[key]
-        assert isinstance(entry, TensorStorageMetadata)
-        return entry
-
     def read_object(self, key: str) -> Any:
         """A value that is not a tensor."""
         info = self.metadata.storage_data[MetadataIndex(key)]
