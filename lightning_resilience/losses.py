@@ -49,7 +49,7 @@ class LossStream:
             loss = loss.detach() if loss.requires_grad else loss
             if loss.is_cuda:
                 self._send(loss, step)
-            elif loss.device.type == "cpu":
+            elif not loss.is_meta:
                 self._here.append((loss, step))
             return True
         if isinstance(loss, (int, float)):

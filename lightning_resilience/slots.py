@@ -30,7 +30,7 @@ from lightning_resilience.known import Last
 from lightning_resilience.manifest import FileEntry
 from lightning_resilience.scratch import Scratch
 from lightning_resilience.shards import Layout, dump_object
-from lightning_resilience.staging import Copies, Staging, copy_at_once
+from lightning_resilience.staging import OVERLAPPING, Copies, Staging, copy_at_once
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -103,7 +103,7 @@ class Slot:
             self._memory[spot.offset : spot.offset + spot.capacity] = pickled.ljust(spot.capacity, b"\0")
         copies = Copies(self._keys, self._payloads, *self._sources(flat))
         if later:
-            at_once, behind = copies.split(self._behind.get((later,), lambda: [key in later for key in self._keys]))
+            at_once, behind = copies.split(self._behind.get((later,), lambda: _chosen(copies, later)))
             if behind.sources:
                 return Staging(at_once, behind)
         copy_at_once(copies)
@@ -136,7 +136,8 @@ class Slot:
             if begin == end:
                 continue
             address = self.address + begin
-            if error := int(_cuda_runtime().cudaHostRegister(address, end - begin, 0)):
+            if error := int(cuda_runtime().cudaHostRegister(address, end - begin, 0)):
+                forget_cuda_error()
                 log.warning(
                     "event=memory reason='the slot cannot be locked for CUDA (error %d): copies are slower'", error
                 )
@@ -145,7 +146,7 @@ class Slot:
 
     def _unpin(self) -> None:
         while self._pinned:
-            _cuda_runtime().cudaHostUnregister(self._pinned.pop())
+            cuda_runtime().cudaHostUnregister(self._pinned.pop())
 
     def tensors(self, keys: Collection[str]) -> list[tuple[str, torch.Tensor]]:
         """The tensors of those keys, as they were copied."""
@@ -194,6 +195,14 @@ class Slot:
             self._memory.close()
         if self.path is not None and not keep:
             shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _chosen(copies: Copies, later: Collection[str]) -> list[bool]:
+    """Which may be copied behind the training thread."""
+    return [
+        name in later and source.device.type in OVERLAPPING
+        for name, source in zip(copies.names, copies.sources, strict=True)
+    ]
 
 
 def dump_objects(layout: Layout, flat: FlatState) -> dict[str, bytes] | None:
@@ -329,8 +338,15 @@ def check_memory(where: str | os.PathLike[str] | bool) -> Path | None:
     return folder
 
 
-def _cuda_runtime() -> Any:
+def cuda_runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def forget_cuda_error() -> None:
+    """What a call of the runtime met is kept until a launch on this thread is checked, which would raise it as its
+    own."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
 
 
 def _free_bytes(folder: Path) -> int:

@@ -31,6 +31,9 @@ from lightning_resilience import points
 from lightning_resilience.errors import SaveFailed
 from lightning_resilience.flat import addresses_of
 
+OVERLAPPING = frozenset({"cpu", "cuda"})
+"""Devices from which can be copied behind the training thread; from others it is done at once."""
+
 THREAD = "resilience-stage"
 """Name of the thread that copies."""
 
@@ -97,8 +100,11 @@ def copy_at_once(copies: Copies) -> None:
     """Copy; on return it is done."""
     if not copies.sources:
         return
-    torch._foreach_copy_(copies.targets, copies.sources, non_blocking=True)
-    for device in copies.devices:
+    devices = copies.devices
+    # Of other devices nothing is known that could be waited for.
+    at_once = not all(device.type in OVERLAPPING for device in devices)
+    torch._foreach_copy_(copies.targets, copies.sources, non_blocking=not at_once)
+    for device in devices:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
 
