@@ -86,7 +86,7 @@ class Decisions:
         self._agreement.close()
         self._agreement.diverged = False
         self._session.turns.leave(self._folder)
-        self._put_off = []
+        self._asked_for, self._evaluated, self._put_off = [], [], []
 
     def end(self) -> None:
         """Training is over: save the step that it ends at.  Collective.

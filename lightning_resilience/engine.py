@@ -269,6 +269,12 @@ class Engine:
         raise_first(self.ranks.gathered(lambda: self._take_over(folder)))
         return folder
 
+    def go_on(self, last: Manifest, names: Collection[str]) -> None:
+        """The run is one that was saved before, ``last`` under ``names``, which stay."""
+        self.run = last.run
+        self.sequence = max(self.sequence, last.sequence)
+        self.in_use |= set(names)
+
     def belong_to(self, run: str) -> None:
         """Let what a kill leaves in memory be found by the next start of a run; see ``SlotMemory.belong_to``."""
         self._planner.belong_to(run)

@@ -37,8 +37,8 @@ def make_whole(
     needs: Needs | None = None,
     reading_checks: bool = False,
 ) -> Source:
-    """Check every byte of a checkpoint, each file by one rank of each folder, and bring every folder what its ranks
-    need, with the bytes of another folder or of the cold tier.  Collective.
+    """Check a checkpoint, each file by one rank of each folder, and bring every folder what its ranks need, with the
+    bytes of another folder or of the cold tier.  Collective.
 
     A folder that all ranks share is made whole.  One of several gets the files that its own ranks read, and no more,
     so that a node does not fetch what the others hold.  Where a folder has another save under that name, neither is

@@ -93,7 +93,7 @@ class Life:
 
     @property
     def stalled(self) -> float:
-        """Seconds of them in which saves kept training still."""
+        """Seconds of them that came to nothing: saves kept training still, or it was taken back."""
         return max((_number(line.get("stalled")) for line in self.lines), default=0.0)
 
     @property

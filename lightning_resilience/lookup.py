@@ -141,29 +141,58 @@ class Lookup:
             reading_checks: whether the last one may be damaged, as will be found out while it is read: where whatever
                 is loaded in its stead replaces all that was read.
         """
-        if self._ranks.any_max(bool(self.resume_last))[0]:
-            self._searched = self._places_to_search()
-            # Where there may be nothing to load in its stead, the model must not have been touched.
-            source = self._newest(self._searched, reading_checks=reading_checks and not self.starts_over)
-            if isinstance(source, Source):
-                return source
-            if source is not None:
-                is_file = self._ranks.broadcast(Path(source).is_file())
-                return source if is_file else open_explicit(self._ranks, Path(source), needs=self._needs)
-            checkpoint_path = self._ranks.broadcast(self._doorway.last_of_stock_callbacks())
-            if checkpoint_path is None and not self._doorway.fitting:
-                raise CheckpointNotFound(
-                    "ckpt_path='last' was given, and there is no checkpoint.", hint="Check dirpath=, or give a path."
-                )
-        text: str | None = self._ranks.broadcast(None if checkpoint_path is None else os.fspath(checkpoint_path))
-        if text is None:
-            return None
+        is_last = self._ranks.any_max(bool(self.resume_last))[0]
+        found = self._last(reading_checks) if is_last else None
+        if found is not None:
+            return found
+        path = self._doorway.last_of_stock_callbacks() if is_last else checkpoint_path
+        text: str | None = self._ranks.broadcast(None if path is None else os.fspath(path))
+        if text is not None:
+            return self._given(text)
+        if is_last and not self._doorway.fitting:
+            raise CheckpointNotFound(
+                "ckpt_path='last' was given, and there is no checkpoint.", hint="Check dirpath=, or give a path."
+            )
+        return None
+
+    def _last(self, reading_checks: bool) -> Source | str | None:
+        """The newest checkpoint in the places to search, of ours or else of stock Lightning; None for a run that
+        starts."""
+        self._searched = self._places_to_search()
+        # Where there may be nothing to load in its stead, the model must not have been touched.
+        search = self._newest(reading_checks=reading_checks and not self.starts_over)
+        if search.source is not None:
+            return search.source
+        if not search.skipped:
+            return self._newest_of_stock()
+        if not self.starts_over:
+            raise _none_is_whole(search)
+        rank_zero_warn(f"{_none_is_whole(search).message} Starting over from step 0, because on_unrestorable='fresh'.")
+        return None
+
+    def _newest_of_stock(self) -> Source | str | None:
+        tiers = [place.tier for place in self._searched]
+        stock = self._ranks.told(lambda: store.newest_stock(tiers[0]) if tiers else None)
+        if isinstance(stock, BaseException):
+            raise stock
+        if stock is not None:
+            rank_zero_warn(f"There is no checkpoint of ResilientCheckpoint yet; resuming {stock}, of stock Lightning.")
+            return self._given(str(stock))
+        if self._ranks.rank == 0:
+            where = ", ".join(place.cold.where() if place.cold else place.tier.where() for place in self._searched)
+            log.info("event=start step=0 reason='no checkpoint yet in %s'", where)
+        return None
+
+    def _given(self, text: str) -> Source | str:
+        """What a path or URL leads to; see ``choose``."""
         if "://" in text and not text.startswith("file://"):
             return self._from_url(text)
         path = local_path(text).absolute()
         is_file, is_ours = self._ranks.broadcast((path.is_file(), (path.parent / MANIFEST).is_file()))
         if is_file and is_ours:
             raise CheckpointNotFound(f"{text!r} is a file of a checkpoint.", hint=f"Give {str(path.parent)!r}.")
+        if is_file:
+            return str(path)
         # Of a folder that is called differently on every node, each rank opens its own.
         known = {where: folder.tier for where, folder in self._folders.items()}
         known |= {where: place.tier for where, place in self.places.items() if where == place.tier.where()}
@@ -173,7 +202,7 @@ class Lookup:
             tier = known[roots[number]]
             assert isinstance(tier, LocalTier)
             return self._from_folder(tier, path.name)
-        return str(path) if is_file else open_explicit(self._ranks, path, needs=self._needs)
+        return open_explicit(self._ranks, path, needs=self._needs)
 
     def _from_folder(self, tier: LocalTier, name: str) -> Source:
         """A checkpoint of a folder that is open, or of the cold tier behind it."""
@@ -234,40 +263,26 @@ class Lookup:
             CheckpointCorrupt: there are some, and none is whole.
         """
         self.forgive()  # one start is one attempt
-        source = self._newest(self._searched, reading_checks=False)
-        return source if isinstance(source, Source) else None
+        search = self._newest(reading_checks=False)
+        if search.source is None and search.skipped:
+            raise _none_is_whole(search)
+        return search.source
 
-    def _newest(self, places: list[Place], *, reading_checks: bool) -> Source | str | None:
+    def _newest(self, *, reading_checks: bool) -> Search:
+        """The newest of ours in the places to search, which is to be the start of this run.
+
+        Raises:
+            CrashLoop: starts from what there is have crashed too often.
+        """
+        places = self._searched
         tried = self._tried_in_vain(places)
         search = find_last(self._ranks, places, self._needs, tried, reading_checks=reading_checks)
         if search.source is not None:
             self._begin_attempt(search.source, [(places[index].tier, name) for index, name in tried])
             self._found = search
-            return search.source
-        if tried:
+        elif tried:
             raise crash_loop([place.tier for place in places], tried)
-        if not search.skipped:
-            stock = self._ranks.told(lambda: store.newest_stock(places[0].tier) if places else None)
-            if isinstance(stock, BaseException):
-                raise stock
-            if stock is not None:
-                rank_zero_warn(
-                    f"There is no checkpoint of ResilientCheckpoint yet; resuming {stock}, of stock Lightning."
-                )
-                return stock
-            if self._ranks.rank == 0:
-                where = ", ".join(place.cold.where() if place.cold else place.tier.where() for place in places)
-                log.info("event=start step=0 reason='no checkpoint yet in %s'", where)
-            return None
-        message = f"There are checkpoints, but none can be resumed from: {search.explain()}."
-        if self.starts_over:
-            rank_zero_warn(f"{message} Starting over from step 0, because on_unrestorable='fresh'.")
-            return None
-        raise CheckpointCorrupt(
-            message,
-            problems=tuple(f"{path}: {why}" for path, why in search.skipped.items()),
-            hint="Repair or remove them, or set on_unrestorable='fresh' to start over.",
-        )
+        return search
 
     def _tried_in_vain(self, places: list[Place]) -> dict[tuple[int, str], str]:
         """The checkpoint that a run is not to be started from once more, and why, by number of the place and name.
@@ -350,6 +365,14 @@ class Lookup:
             folder.close(remove=is_mine)
         self._scratches.clear()
         self._memory.release()
+
+
+def _none_is_whole(search: Search) -> CheckpointCorrupt:
+    return CheckpointCorrupt(
+        f"There are checkpoints, but none can be resumed from: {search.explain()}.",
+        problems=tuple(f"{path}: {why}" for path, why in search.skipped.items()),
+        hint="Repair or remove them, or set on_unrestorable='fresh' to start over.",
+    )
 
 
 def _origin(source: Source) -> str:

@@ -35,9 +35,9 @@ from lightning_resilience.ranks import Board, Ranks
 log = logging.getLogger("lightning_resilience")
 
 WALL_TIME = 1000
+"""Stands in the place of a signal's number where it is the clock that ends the job."""
 REQUEUES = 10_000
 """Added to the signal that requeues a job, when ranks agree on one: where several came, that one counts."""
-"""Stands in the place of a signal's number where it is the clock that ends the job."""
 WALL_TIME_STATUS = 124
 """Exit status of a run that stops because its wall time ends, as that of ``timeout``."""
 

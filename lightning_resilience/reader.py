@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from lightning_resilience.errors import CheckpointCorrupt
+from lightning_resilience.errors import CheckpointCorrupt, ResilienceError
 from lightning_resilience.filling import overlap, takes_bytes, threads_for
 from lightning_resilience.manifest import METADATA, FileEntry
 from lightning_resilience.shard_file import ShardFile, load_trusted
@@ -225,6 +225,8 @@ class CheckpointReader(_Stored):
         in_order = sorted(wanted, key=lambda one: where[one[0].storage_index].offset)
         try:
             return ShardFile(path, self.metadata, in_order, plain=self._plain, weights_only=self._weights_only)
+        except ResilienceError:
+            raise  # says already what is wrong
         except OSError as error:
             if (entry := self._unchecked.get(path)) is None:
                 raise

@@ -18,7 +18,7 @@ from lightning_resilience import logged, run_state, trainer_state
 from lightning_resilience.data import DataPosition
 from lightning_resilience.doorway import Doorway
 from lightning_resilience.engine import Engine
-from lightning_resilience.errors import CheckpointCorrupt, CheckpointIncompatible
+from lightning_resilience.errors import CheckpointCorrupt, CheckpointIncompatible, ResilienceError
 from lightning_resilience.manifest import META, WEIGHTS_ONLY, Manifest, rank_file
 from lightning_resilience.places import Source
 from lightning_resilience.ranks import Ranks, raise_first
@@ -72,6 +72,8 @@ class Resumption:
     def end(self) -> None:
         """Lightning has loaded all it wants."""
         self._reader, self._loaded = None, {}
+        if self._doorway.fitting and self._source is not None:
+            self._go_on_from(self._source)
         if self.resumed is not None and self._stop_is_wanted:
             self.trainer.should_stop = True
         why = self._doorway.stopped_early() if self.resumed is not None else None
@@ -81,6 +83,15 @@ class Resumption:
                 f"The run that is resumed had been stopped by EarlyStopping, and stays so: {why} To train on,"
                 " remove the EarlyStopping callback or give it another monitor."
             )
+
+    def _go_on_from(self, source: Source) -> None:
+        """This run is the one that was saved, from now on."""
+        self.resumed = source
+        if source.manifest is not None:
+            self.engine.go_on(source.manifest, {source.name, *source.copies})
+            if self.exact_data:
+                self._doorway.hush_inexact(self.data.exact)
+        self._doorway.before_training(self._restore_the_rest)
 
     def forget(self) -> None:
         """Refer to nothing that was read any more."""
@@ -170,11 +181,13 @@ class Resumption:
             assert self._source is not None
             try:
                 work()
+            except ResilienceError:
+                raise  # says already what is wrong
             except OSError as error:
                 if self._source.is_checked:
                     raise
-                where = error.filename or self._source.path
-                raise CheckpointCorrupt(f"{where} cannot be read: {error.strerror}.") from error
+                problem = f"{error.filename or self._source.path} cannot be read: {error.strerror}"
+                raise CheckpointCorrupt(f"{problem}.", problems=(problem,)) from error
 
         raise_first(self.ranks.gathered(here))
 
@@ -192,12 +205,6 @@ class Resumption:
         if self._rolls_back:
             self._read_what_goes_back(source)
         elif self._doorway.fitting:
-            self.resumed = source
-            if source.manifest is not None:
-                self.engine.run = source.manifest.run
-                self.engine.sequence = max(self.engine.sequence, source.manifest.sequence)
-                self.engine.in_use |= {source.name, *source.copies}
-            self._doorway.before_training(self._restore_the_rest)
             self._read_rank_state(source)
 
     def roll_back(self, source: Source) -> None:
@@ -258,7 +265,6 @@ class Resumption:
         # Rank 0's position of loaders with a state of their own; each rank has its own.
         if self.exact_data:
             self._loaded.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)
-            self._doorway.hush_inexact(self.data.exact)
         if source.manifest.world_size != self.ranks.world_size:
             self._read_others_state(source, source.manifest)
             return

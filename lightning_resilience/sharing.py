@@ -477,7 +477,8 @@ def misfit(*what: str) -> SaveFailed:
 
 
 def _cut(nbytes: int, rows: int, limit: int) -> Iterator[tuple[int, int]]:
-    """First and last rows of parts of at most ``limit`` bytes, where there are as many rows."""
+    """Parts of at most ``limit`` bytes, where there are as many rows: the first row of each, and the one past its
+    last."""
     count = min(rows, math.ceil(nbytes / limit)) if nbytes else 1
     if count <= 1:
         yield 0, WHOLE

@@ -1,6 +1,6 @@
 """What checkpoints cost a run and what they are worth, in numbers: for the Trainer's loggers, and for one summary.
 
-``Telemetry`` counts on rank 0, in the training thread: what it is told by the callback, and how long steps take with
+``Telemetry`` counts on rank 0, in the training thread: what ``Watch`` tells it, and how long steps take with
 and without a save under way.  It reads no clock and talks to nobody.
 
 *Goodput* is the share of wall time, since the run first began, in which training made progress that lasted: not the

@@ -32,6 +32,8 @@ from lightning_resilience import (
 )
 from lightning_resilience.lookup import Lookup
 from lightning_resilience.manifest import Manifest, digest
+from lightning_resilience.places import Source
+from lightning_resilience.resumption import Resumption
 from lightning_resilience.tiers import LocalTier
 from probes import Witness, fit, whole_steps
 from support import TinyModel, settle
@@ -265,6 +267,7 @@ def test_when_every_shard_is_damaged_each_is_named(root: Path) -> None:
     with pytest.raises(CheckpointCorrupt) as caught:
         resume(root)
     assert sum("__0_0.distcp has other content" in problem for problem in caught.value.problems) == 3
+    assert "None" not in str(caught.value)
 
 
 # -- none is left -----------------------------------------------------------------------------------------------------
@@ -482,6 +485,29 @@ def test_a_shard_that_one_rank_checks_and_all_read_fails_on_all(
     how, source = trained_together
     root = Path(shutil.copytree(source, tmp_path / "root"))
     assert run_forks(resume_while_a_shard_goes, root, how, becomes) == [(4, 8), (4, 8)]
+
+
+def resume_where_a_ranks_own_file_fails_late(root: Path, how: str) -> tuple[Any, ...]:
+    """It was checked, and cannot be read once on rank 1 when the shards have been."""
+    state_of, failed = Resumption._state_of, []
+
+    def once(source: Source, rank: int) -> dict[str, Any]:
+        if os.environ["RANK"] == "1" and not failed:
+            failed.append(rank)
+            raise OSError(errno.EIO, "Input/output error", "rank_00001.pt")
+        return state_of(source, rank)
+
+    Resumption._state_of = staticmethod(once)  # type: ignore[method-assign]
+    return *resume_together(root, how, None), len(failed)
+
+
+@pytest.mark.ranks
+def test_what_fails_on_one_rank_after_the_others_have_loaded_begins_anew_on_all(
+    trained_together: tuple[str, Path], tmp_path: Path
+) -> None:
+    how, source = trained_together
+    root = Path(shutil.copytree(source, tmp_path / "root"))
+    assert run_forks(resume_where_a_ranks_own_file_fails_late, root, how) == [(6, 8, 0), (6, 8, 1)]
 
 
 @pytest.mark.ranks

@@ -195,8 +195,17 @@ def test_targets_of_the_same_bytes_all_get_them(tmp_path: Path) -> None:
     assert torch.equal(two, saved)
 
 
-@pytest.mark.parametrize("damage", ["a bit", "an end that is missing", "more of it", "no file", "a folder"])
-def test_a_damaged_file_is_named_when_it_is_read(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        ("a bit", "has other content"),
+        ("an end that is missing", "has other content"),
+        ("more of it", "has other content"),
+        ("no file", "cannot be read: No such file"),
+        ("a folder", "cannot be read: Is a directory"),
+    ],
+)
+def test_a_damaged_file_is_named_when_it_is_read(tmp_path: Path, damage: str, says: str) -> None:
     write(tmp_path, {"model": {"w": torch.randn(4 * LARGE)}})
     path, reader = tmp_path / "__0_0.distcp", unchecked(tmp_path)
     content = bytearray(path.read_bytes())
@@ -211,8 +220,9 @@ def test_a_damaged_file_is_named_when_it_is_read(tmp_path: Path, damage: str) ->
         path.unlink()
         if damage == "a folder":
             path.mkdir()
-    with pytest.raises(CheckpointCorrupt, match=r"__0_0\.distcp"):
+    with pytest.raises(CheckpointCorrupt, match=rf"__0_0\.distcp.*{says}") as caught:
         reader.read_into({"model.w": torch.zeros(4 * LARGE)})
+    assert len(caught.value.problems) == 1
 
 
 def test_what_was_fetched_ahead_is_what_a_tree_gets_whatever_it_is_like(tmp_path: Path, once: list[int]) -> None:

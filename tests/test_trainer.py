@@ -768,6 +768,14 @@ def test_tensor_that_cannot_be_saved_stops_at_the_first_save_and_is_named(tmp_pa
 # -- beside what is there ---------------------------------------------------------------------------------------------
 
 
+def test_file_of_a_stock_callback_in_the_same_folder_is_loaded_by_its_path(tmp_path: Path) -> None:
+    stock = ModelCheckpoint(tmp_path / "run", every_n_train_steps=4)
+    make_trainer(tmp_path, stock, max_steps=4, max_epochs=-1).fit(TinyModel(), data())
+    model = TinyModel()
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 4), model=model, ckpt_path=stock.best_model_path)
+    assert model.history[0][0] == 4
+
+
 @pytest.mark.parametrize("save_last", [True, False])
 def test_run_of_a_stock_callback_in_the_same_folder_goes_on(tmp_path: Path, save_last: bool) -> None:
     stock = ModelCheckpoint(tmp_path / "run", every_n_train_steps=4, save_last=save_last)
