@@ -1,7 +1,4 @@
-"""The doorway into Lightning: where we take the place of its methods, and every private name that this needs.
-
-``PRIVATE_NAMES`` lists every private name of Lightning and torch that this package relies on, here and in ``loops``,
-``data``, ``order``, ``logged``, ``callback`` and ``record``; a test fails when one moves.
+"""The doorway into Lightning: where we take the place of its methods.
 
 ``FSDPStrategy`` and ``ModelParallelStrategy`` never call a CheckpointIO, and the others call it on rank 0 only, so a
 plugin cannot do this work.  What works for all of them is to override a handful of methods on the strategy *instance*
@@ -30,82 +27,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-
-PRIVATE_NAMES = (
-    "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.resume_start",
-    "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.resume_end",
-    "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.dump_checkpoint",
-    "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.__init__._loaded_checkpoint",
-    "lightning.pytorch.trainer.trainer:Trainer.__init__._checkpoint_connector",
-    "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint._find_last_checkpoints",
-    "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint._ModelCheckpoint__resolve_ckpt_dir",
-    "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint._monitor_candidates",
-    "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint._should_save_on_train_epoch_end",
-    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._should_accumulate",
-    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop.on_advance_end",
-    "lightning.pytorch.loops.fit_loop:_FitLoop.on_advance_end",
-    "lightning.pytorch.loops.fit_loop:_FitLoop.setup_data",
-    "lightning.pytorch.loops.fit_loop:_FitLoop.__init__._data_source",
-    "lightning.pytorch.trainer.connectors.data_connector:_DataLoaderSource.is_module",
-    "lightning.pytorch.plugins.precision.precision:Precision._after_closure",
-    "torch:Tensor._version",
-    "torch:_foreach_copy_",
-    "torch.utils._pytree:tree_flatten",
-    "torch.distributed.checkpoint.default_planner:_validate_global_plan",
-    "torch.distributed.checkpoint.filesystem:_StorageInfo",
-    "lightning.pytorch.loops.loop:_Loop.restarting",
-    "lightning.pytorch.loops.fit_loop:_FitLoop._can_stop_early",
-    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop.__init__._batches_that_stepped",
-    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._num_ready_batches_reached",
-    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop.on_run_start",
-    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop.reset",
-    "lightning.pytorch.loops.fit_loop:_FitLoop.on_advance_start",
-    "lightning.pytorch.loops.fit_loop:_FitLoop.__init__._data_fetcher",
-    "lightning.pytorch.loops.fit_loop:_FitLoop.__init__._last_train_dl_reload_epoch",
-    "lightning.pytorch.loops.fit_loop:_FitLoop.__init__._combined_loader",
-    "lightning.pytorch.loops.fetchers:_DataFetcher.__init__.fetched",
-    "lightning.pytorch.loops.fetchers:_DataFetcher.__init__.length",
-    "torch.utils.data.dataloader:_BaseDataLoaderIter.__init__._index_sampler",
-    "lightning.pytorch.utilities.combined_loader:CombinedLoader.__init__._iterator",
-    "lightning.pytorch.utilities.combined_loader:_MaxSizeCycle.__init__._consumed",
-    "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint._generate_state_key",
-    "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint._format_checkpoint_name",
-    "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint.__init__._enable_version_counter",
-    "lightning.pytorch.core.optimizer:LightningOptimizer.__init__._optimizer",
-    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop.__init__._results",
-    "lightning.pytorch.trainer.trainer:Trainer.__init__._logger_connector",
-    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector.__init__._callback_metrics",
-    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector.__init__._logged_metrics",
-    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector.__init__"
-    "._progress_bar_metrics",
-    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector.__init__._first_loop_iter",
-    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector.__init__._current_fx",
-    "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultCollection.log",
-    "lightning.pytorch.trainer.connectors.logger_connector.result:_Metadata",
-    "lightning.pytorch.trainer.connectors.logger_connector.result:_Sync",
-    "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric.__init__.has_reset",
-    "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric.__init__._forward_cache",
-    "torch.nn.parallel:DistributedDataParallel.__init__.require_forward_param_sync",
-    "torchmetrics:Metric.__init__._update_count",
-    "torchmetrics:Metric.__init__._computed",
-    "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._try_put_index",
-    "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._reset._worker_queue_idx_cycle",
-    "torch.utils.data.dataloader:_BaseDataLoaderIter._reset._sampler_iter",
-    "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._get_data",
-    "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._reset._task_info",
-    "torch.utils.data.dataloader:DataLoader.__init__._iterator",
-    "torch.utils.data._utils.pin_memory:pin_memory",
-    "lightning.pytorch.trainer.trainer:Trainer.__init__._signal_connector",
-    "lightning.pytorch.trainer.trainer:Trainer.__init__._accelerator_connector",
-    "lightning.pytorch.trainer.connectors.accelerator_connector:_AcceleratorConnector.__init__.cluster_environment",
-    "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector.register_signal_handlers",
-    "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector.__init__._original_handlers",
-    "lightning.pytorch.trainer.connectors.signal_connector:_HandlersCompose",
-    "lightning.fabric.utilities.distributed:DistributedSamplerWrapper",
-    "lightning.fabric.utilities.distributed:_DatasetSamplerWrapper.__init__._sampler",
-)
-"""Every private name of Lightning and of torch's loaders that is relied on, as ``module:object.attribute``; an
-attribute after a method is one that the method sets."""
 
 LONGEST_WINDOW = 1000
 """Batches without a step of any optimizer after which a model that optimizes by hand is taken to use none."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,14 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, SingleDeviceStrategy
 from forks import run_forks as run_ranks
 from lightning_resilience import EverySteps, ResilientCheckpoint, SetupError
 from lightning_resilience.agreement import Agreement
-from lightning_resilience.doorway import PRIVATE_NAMES
+from lightning_resilience.private_names import PRIVATE_NAMES
 from lightning_resilience.ranks import Ranks
 from lightning_resilience.strategies import family_of
 from processes import run_alone
 from support import TinyModel, checkpoint_every, committed, data, make_trainer, settle, strategy
 from test_elastic import Recorder
+
+PACKAGE = "lightning_resilience"
 
 
 @pytest.mark.parametrize("name", PRIVATE_NAMES)
@@ -36,9 +40,37 @@ def test_private_name_of_lightning_has_not_moved(name: str) -> None:
         owner = getattr(owner, parent)
         if inspect.isfunction(owner):  # an attribute that this method sets
             source = inspect.getsource(owner)
-            assert f"self.{attribute} =" in source or f"self.{attribute}:" in source
+            assert any(text in source for text in (f"self.{attribute} =", f"self.{attribute}:", f'"{attribute}"'))
             return
     assert hasattr(owner, attribute)
+
+
+def private_names_in(path: Path) -> tuple[set[str], set[str], set[str]]:
+    """What a module imports that is private to others, the private attributes it uses, and those it makes."""
+    imported, used, made = set(), set(), set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module is not None and not node.module.startswith(PACKAGE):
+            imported |= {f"{node.module}:{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            (made if is_own else used).add(node.attr)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            made.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            made.add(node.id)
+    imported = {name for name in imported if re.search(r"[.:]_[a-zA-Z]", name)}
+    return imported, {name for name in used if re.match(r"_[a-zA-Z]", name)}, made
+
+
+def test_every_private_name_that_is_used_is_listed() -> None:
+    found = [private_names_in(path) for path in (Path(__file__).parent.parent / PACKAGE).glob("*.py")]
+    imported, used, made = (set().union(*parts) for parts in zip(*found, strict=True))
+    listed = {re.split(r"[.:]", name)[-1] for name in PRIVATE_NAMES}
+    public = {"_replace", "_fields", "_exit"}  # of namedtuples and of os
+    assert used - made - public <= listed
+    assert {name for name in imported if not any(re.match(rf"{name}\b", one) for one in PRIVATE_NAMES)} == {
+        "lightning_utilities.core.rank_zero:_"
+    } - {"lightning_utilities.core.rank_zero:_"}
 
 
 class Unknown(SingleDeviceStrategy):
