@@ -36,7 +36,7 @@ class Agreement:
         self._asked_at: tuple[int, float] | None = None
         self.signal = 0
         """The largest number of a signal that any rank has handed in; the same on all ranks at the same step."""
-        self.diverged: bool | int = False
+        self.diverged = False
         """Whether any rank wants the run to go back; the same on all ranks at the same step."""
 
     def ask(self, wish: str | None, signum: int = 0, diverged: bool = False) -> str | None:
@@ -64,8 +64,8 @@ class Agreement:
         """The answer to the question under way."""
         if self._pending is None:
             return None
-        wanted, self._every, self.signal, self.diverged = self._pending.result()
-        self._pending = None
+        wanted, self._every, self.signal, diverged = self._pending.result()
+        self._pending, self.diverged = None, bool(diverged)
         return (self._asked or "another rank asked for it") if wanted else None
 
     @property
@@ -85,6 +85,11 @@ class Agreement:
         wanted = round(self.seconds * (self._batch - before[0]) / (now - before[1]))
         # At most doubling: a few quick batches must not postpone the next question by hours of slow ones.
         return min(wanted, max(2 * self._every, 1), self.MOST_BATCHES)
+
+    def forget(self) -> None:
+        """The run was taken back: what was asked is of before."""
+        self.close()
+        self.diverged = False
 
     def close(self) -> None:
         """Let the question under way come to its end.  All ranks have asked it."""

@@ -21,7 +21,7 @@ from lightning_resilience.objects import FsspecObjects, Objects, check_url, open
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.retention import Keep
 from lightning_resilience.schedule import EverySeconds, EverySteps, FirstOf, Never, Schedule, check_schedule
-from lightning_resilience.tiers import LocalTier, local_path
+from lightning_resilience.tiers import LocalTier, is_url, local_path
 
 DEFAULT_SCHEDULE = AdaptiveSchedule()
 
@@ -97,7 +97,7 @@ def check_dirpath(dirpath: str | os.PathLike[str] | None) -> str | None:
     if not isinstance(dirpath, (str, os.PathLike)) or not os.fspath(dirpath):
         raise SetupError(f"dirpath={dirpath!r} is not a path.", hint="Give dirpath= a folder.")
     text = os.fspath(dirpath)
-    if "://" in text and not text.startswith("file://"):
+    if is_url(text):
         check_url(text)
         return text.rstrip("/")
     if text.startswith("file://") and not text.startswith("file://$"):
@@ -112,25 +112,25 @@ def check_dirpath(dirpath: str | os.PathLike[str] | None) -> str | None:
 
 def check_remote(remote: object, options: object, keep: object, dirpath: str | None) -> None:
     """Raise SetupError unless there can be a tier behind each URL; nothing is asked of it yet."""
-    is_url = dirpath is not None and "://" in dirpath
+    is_remote = dirpath is not None and is_url(dirpath)
     if options is not None and not isinstance(options, Mapping):
         raise SetupError(f"storage_options of type {type(options).__name__}: a dict is wanted.")
     if remote is None:
-        for name, value in (("storage_options", None if is_url else options), ("remote_keep", keep)):
+        for name, value in (("storage_options", None if is_remote else options), ("remote_keep", keep)):
             if value is not None:
                 raise SetupError(f"{name}= is for a cold tier, and there is none.", hint="Give remote='s3://…' too.")
     elif not isinstance(remote, str) or "://" not in remote:
         raise SetupError(
             f"remote={shown(str(remote))!r} is not a URL.", hint="Use 's3://bucket/folder' or 'file:///path'."
         )
-    elif is_url:
+    elif is_remote:
         raise SetupError(
             f"dirpath={shown(str(dirpath))!r} is a URL already, and remote={shown(remote)!r} is another.",
             hint="Give dirpath= a local folder, or leave out remote=.",
         )
-    for url in filter(None, (remote, dirpath if is_url else None)):
+    for url in filter(None, (remote, dirpath if is_remote else None)):
         there = open_objects(str(url), options)
-        if dirpath is not None and not is_url and "$" not in dirpath:
+        if dirpath is not None and not is_remote and "$" not in dirpath:
             check_apart(dirpath, there)
 
 

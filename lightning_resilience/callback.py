@@ -43,9 +43,10 @@ from lightning_resilience.divergence import Rollback
 from lightning_resilience.doorway import ANYWHERE
 from lightning_resilience.engine import Committed
 from lightning_resilience.errors import SetupError
-from lightning_resilience.fit import Fit, Orders, abandon
+from lightning_resilience.fit import Fit, abandon
 from lightning_resilience.news import Audience
 from lightning_resilience.objects import shown
+from lightning_resilience.orders import Orders
 from lightning_resilience.preemption import check_signals, name_of
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.replication import Replicated

@@ -93,7 +93,17 @@ class Capture:
         suspicion: str = "",
         off_since: int | None = None,
     ) -> Facts:
-        """What the manifest says of a save of the state as it is now."""
+        """What the manifest says of a save of the state as it is now.
+
+        Args:
+            reason: why it is saved.
+            epoch: that the last batch belonged to.
+            metrics: by name.
+            weights_only: whether all but the weights is left out.
+            labels: what it is marked as; rank 0's count.
+            suspicion: why it is not to be resumed from, if it is not; rank 0's counts.
+            off_since: the step since which the loss is off its course, if it is; rank 0's counts.
+        """
         return Facts(
             step=trainer_state.step_of(self._trainer),
             epoch=epoch,

@@ -12,7 +12,7 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
 from lightning_resilience import run_state, trainer_state
-from lightning_resilience.engine import Engine, Facts, Folder, Snapshot, none
+from lightning_resilience.engine import Engine, Facts, Folder, Snapshot, no_keys
 from lightning_resilience.errors import SaveFailed
 from lightning_resilience.manifest import META, WEIGHTS_ONLY
 from lightning_resilience.ranks import Ranks
@@ -57,7 +57,7 @@ class ResilientCheckpointIO(CheckpointIO):
             folder = self._folders[target.parent] = self._engine.open_folder(LocalTier(target.parent))
             self._engine.count_from(list_checkpoints(folder.tier).committed.values())
         state, rest = trainer_state.split(checkpoint)
-        snapshot = Snapshot(state, none, trainer_state.dump(rest), run_state.to_bytes(run_state.capture()))
+        snapshot = Snapshot(state, no_keys, trainer_state.dump(rest), run_state.to_bytes(run_state.capture()))
         facts = Facts(
             step=checkpoint.get("global_step", 0),
             epoch=checkpoint.get("epoch", 0),

@@ -30,7 +30,7 @@ from lightning_resilience.errors import (
     ResilienceError,
     SetupError,
 )
-from lightning_resilience.housekeeping import is_url, open_url
+from lightning_resilience.housekeeping import open_url
 from lightning_resilience.manifest import (
     EXTENSION,
     MANIFEST,
@@ -46,7 +46,7 @@ from lightning_resilience.manifest import (
 )
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.retention import Keep, Ranking, judge, understood
-from lightning_resilience.tiers import LocalTier, Tier, local_path
+from lightning_resilience.tiers import LocalTier, Tier, is_url, local_path
 
 PROG = "lightning-resilience"
 READERS = 4

@@ -19,10 +19,11 @@ from lightning_resilience.agreement import Agreement
 from lightning_resilience.engine import Folder
 from lightning_resilience.errors import SaveFailed
 from lightning_resilience.evaluations import Evaluations
+from lightning_resilience.orders import Orders
 from lightning_resilience.preemption import name_of
 from lightning_resilience.rollback import SpikeRecovery
 from lightning_resilience.saving import Saving
-from lightning_resilience.schedule import Progress, Schedule
+from lightning_resilience.schedule import Progress
 from lightning_resilience.session import Session
 from lightning_resilience.watch import END_OF_TRAINING, Watch
 
@@ -38,9 +39,7 @@ class Decisions:
         evaluations: what validations have to say.
         saving: makes the saves.
         recovery: takes the run back.
-        by_step: the part of the schedule that each rank decides alone.
-        overlap: whether copying may go on during the next forward and backward pass.
-        fails_loudly: whether a save that fails ends training also where it ends anyway.
+        orders: when to save.
     """
 
     def __init__(
@@ -52,10 +51,7 @@ class Decisions:
         evaluations: Evaluations,
         saving: Saving,
         recovery: SpikeRecovery,
-        *,
-        by_step: Schedule | None,
-        overlap: bool,
-        fails_loudly: bool,
+        orders: Orders,
     ) -> None:
         self._session = session
         self._folder = folder
@@ -64,10 +60,11 @@ class Decisions:
         self._evaluations = evaluations
         self._saving = saving
         self._recovery = recovery
-        self._by_step = by_step
-        self._overlap = overlap
-        self._fails_loudly = fails_loudly
+        self._orders = orders
+        self._by_step = orders.schedule.by_step_alone()  # what each rank decides alone
         self._is_prepared = False
+        self._asks_for_signals = False
+        """Whether this callback is the one that asks for all of the Trainer's."""
         self._epoch = 0
         self._asked_for: list[str] = []
         """Why to save, as ranks have agreed since the last step boundary."""
@@ -79,12 +76,11 @@ class Decisions:
     def begin(self) -> None:
         """Training begins: from now on the session asks after each batch."""
         self._agreement.seconds = self._session.preemption.period
-        self._session.between_batches.append(self.between_batches)
+        self._asks_for_signals = self._session.ask_between_batches(self.between_batches)
 
     def forget(self) -> None:
         """The run was taken back: what was asked is of before."""
-        self._agreement.close()
-        self._agreement.diverged = False
+        self._agreement.forget()
         self._session.turns.leave(self._folder)
         self._asked_for, self._evaluated, self._put_off = [], [], []
 
@@ -112,7 +108,7 @@ class Decisions:
         """Agree with the other ranks on what they may see differently."""
         session = self._session
         wish = self._wish(now) if session.ranks.rank == 0 else None
-        call = session.signal_to_ask(self.between_batches)
+        call = session.signal_to_ask() if self._asks_for_signals else 0
         answer = self._agreement.ask(wish, call, self._recovery.is_wanted())
         session.preemption.agree(self._agreement.signal)
         if answer:
@@ -145,7 +141,7 @@ class Decisions:
         if ends:
             self._saving.wait()
         if reasons:
-            overlap = self._overlap and not (epoch_ended or ends)
+            overlap = self._orders.overlap and not (epoch_ended or ends)
             goes = bool(rare) or self._is_next(now.step, can_wait=due is None)
             self._save_or_put_off(reasons, now.step, goes, overlap)
         elif not self._is_prepared:
@@ -171,7 +167,7 @@ class Decisions:
         turns = self._session.turns
         if not goes:
             turns.wait(self._folder)
-            self._watch.telemetry.skipped += 1
+            self._watch.skipped()
         if not turns.waits(self._folder):
             self._put_off = []
         elif not self._put_off:
@@ -183,6 +179,6 @@ class Decisions:
         try:
             self._saving.save_and_wait(reason, self._epoch, self._session.preemption.deadline())
         except SaveFailed as error:
-            if self._fails_loudly:
+            if self._orders.fails_loudly:
                 raise
             rank_zero_warn(f"The step that training stops at is not saved: {error}")

@@ -33,20 +33,20 @@ from lightning_resilience.replication import Replicated, Replicator
 from lightning_resilience.retention import Keep, Ranking
 from lightning_resilience.session import Session, manifests_in
 from lightning_resilience.standings import Standings
-from lightning_resilience.tiers import LocalTier, local_path
+from lightning_resilience.tiers import LocalTier, is_url, local_path
 
 log = logging.getLogger("lightning_resilience")
 
 
 def tier_at(dirpath: str, storage_options: dict[str, Any] | None) -> LocalTier | RemoteTier:
     """Where a callback saves to, which is a URL or a folder."""
-    return RemoteTier(dirpath, storage_options) if "://" in dirpath else LocalTier(dirpath)
+    return RemoteTier(dirpath, storage_options) if is_url(dirpath) else LocalTier(dirpath)
 
 
 def agreed_folder(given: str | None, callback: ModelCheckpoint, trainer: Trainer, ranks: Ranks) -> str:
     """The folder: rank 0's, so that loggers that number their runs do not split it; or each rank's own if that was
     asked for, by a variable in what was ``given``."""
-    if given is not None and "://" in given:
+    if given is not None and is_url(given):
         return given
     if given is not None and "$" in given:
         return os.path.abspath(os.path.expandvars(given))

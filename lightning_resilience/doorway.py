@@ -206,7 +206,7 @@ class Doorway:
         return environment.requeue_signal
 
     @property
-    def is_watched(self) -> bool:
+    def is_lightnings_child(self) -> bool:
         """Whether Lightning started this process beside another one, which it kills when this one's status is not
         0."""
         environment = self.trainer._accelerator_connector.cluster_environment

@@ -49,7 +49,6 @@ from lightning_resilience.manifest import (
     META,
     METADATA,
     OFF_SINCE,
-    PARTIAL,
     PINNED,
     SUSPECT,
     Manifest,
@@ -63,7 +62,7 @@ from lightning_resilience.shards import collector_paused
 from lightning_resilience.slots import Slot, dump_objects
 from lightning_resilience.staging import Staging
 from lightning_resilience.threads import give_way
-from lightning_resilience.tiers import LocalTier, Ready, is_there
+from lightning_resilience.tiers import LocalTier, Ready, is_there, partial_name
 from lightning_resilience.verdict import Report, Verdict, describe
 
 log = logging.getLogger("lightning_resilience")
@@ -77,7 +76,7 @@ Keys: TypeAlias = Callable[[FlatState], Collection[str]]
 """Gives some of the keys of a flat state."""
 
 
-def none(_: FlatState) -> Collection[str]:
+def no_keys(_: FlatState) -> Collection[str]:
     """No keys."""
     return ()
 
@@ -89,7 +88,7 @@ class Snapshot:
     Args:
         state: nested tensors and objects, as DCP takes them; this rank's part.
         identical: gives the keys of plain tensors that all ranks hold bit for bit, of the flat state.
-        meta: content of ``meta.pt``, of which rank 0's is written; or why there is none, which drops the save.
+        meta: content of ``meta.pt``, of which rank 0's is written; or why there is no_keys, which drops the save.
         rank_state: content of this rank's own file.
         trained: gives the keys of the parameters, which must be finite in a checkpoint to resume from.
         still: gives the keys of tensors that nothing but an optimizer's step changes.
@@ -99,8 +98,8 @@ class Snapshot:
     identical: Keys
     meta: bytes | Exception
     rank_state: bytes
-    trained: Keys = none
-    still: Keys = none
+    trained: Keys = no_keys
+    still: Keys = no_keys
 
 
 @dataclass(frozen=True)
@@ -130,6 +129,11 @@ class Folder:
     ranking: Ranking | None = None
     link: str | None = None
     remote_keep: Keep | None = None
+
+    @property
+    def leader(self) -> int:
+        """The rank that acts for all that share it."""
+        return self.sharing[0]
 
     def lead_to(self, name: str) -> None:
         """Let the link, where there is one, point to a checkpoint.  For leaders; a link is worth no failed save."""
@@ -225,7 +229,6 @@ class Engine:
         self.run = ranks.broadcast(str(uuid.uuid4()))
         self.sequence = 0
         self._failures: dict[Folder, int] = {}
-        self.skipped = 0
         self.in_use: set[str] = set()
         self._protected: dict[Folder, Callable[[], Collection[str]]] = {}
         self.timeout = timeout
@@ -288,7 +291,7 @@ class Engine:
         return {*self.in_use, *self._protected.get(folder, tuple)()}
 
     def _take_over(self, folder: Folder) -> None:
-        if self.ranks.rank == folder.sharing[0]:
+        if self.ranks.rank == folder.leader:
             for sentence in store.sweep(folder.tier):
                 log.warning("event=sweep folder=%s what=%r", folder.tier.where(), sentence)
             if isinstance(folder.tier, RemoteTier):
@@ -339,11 +342,8 @@ class Engine:
         if before is not None and before.folder is not folder and before.step == facts.step:
             self.drain(self.timeout)  # two callbacks that save the same step take turns, or one would always be skipped
         if self.ranks.any_max(self.busy)[0]:
-            self.skipped += 1
             if self.ranks.rank == 0:
-                log.info(
-                    "event=skip step=%d skipped=%d reason='the save before it is not done'", facts.step, self.skipped
-                )
+                log.info("event=skip step=%d reason='the save before it is not done'", facts.step)
             return None
         with collector_paused():
             snapshot = capture()
@@ -571,7 +571,7 @@ class Engine:
                     points.reach("persist.begin")
                     if rank == 0:
                         verdict.name(self._claim_name(job))
-                    unfinished = f"{verdict.wait_name()}{PARTIAL}{self.ranks.session}-{save.attempt}"
+                    unfinished = partial_name(verdict.wait_name(), self.ranks.session, save.attempt)
                     tier.begin(unfinished)
                     hold.enter_context(tier.hold(unfinished))
                     if job.metadata is not None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from lightning.pytorch import Trainer
 
+from lightning_resilience.orders import Orders
 from lightning_resilience.ranks import Ranks
-from lightning_resilience.retention import Ranking
 from lightning_resilience.standings import Standings
 from lightning_resilience.trainer_state import position_of
 
@@ -19,30 +17,14 @@ class Evaluations:
         trainer: the Trainer, whose metrics these are.
         ranks: who decides together; rank 0's score counts.
         standings: what a score has to compare with.
-        ranking: what checkpoints are ranked by.
-        top_k: how many of the best are wanted.
-        every_epochs: after how many epochs there is a save; 0 for none.
-        at_epoch_end: whether saves wait for the end of the epoch, rather than for a validation.
+        orders: when to save.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        ranks: Ranks,
-        standings: Standings,
-        *,
-        ranking: Ranking | None,
-        top_k: int,
-        every_epochs: int,
-        at_epoch_end: Callable[[], bool],
-    ) -> None:
+    def __init__(self, trainer: Trainer, ranks: Ranks, standings: Standings, orders: Orders) -> None:
         self._trainer = trainer
         self._ranks = ranks
         self._standings = standings
-        self._ranking = ranking
-        self._top_k = top_k
-        self._every_epochs = every_epochs
-        self._at_epoch_end = at_epoch_end
+        self._orders = orders
         self._before: set[str] = set()
         """Names of metrics that were there before the last validation began."""
         self._of_validations: set[str] = set()
@@ -65,14 +47,14 @@ class Evaluations:
             self._fresh_at = position_of(self._trainer)
         if not (epoch_ended or self._has_validated):
             return []
-        if not (epoch_ended if self._at_epoch_end() else self._has_validated):
+        if not (epoch_ended if self._orders.at_epoch_end() else self._has_validated):
             return []
         reasons = []
-        if self._every_epochs and (epoch + 1) % self._every_epochs == 0:
+        if self._orders.every_epochs and (epoch + 1) % self._orders.every_epochs == 0:
             reasons.append("end of epoch")
-        if self._ranking is not None and self._ranks.broadcast(self._standings.gets_in(self._score())):
-            among = f"among the {self._top_k} best" if self._top_k > 1 else "best"
-            reasons.append(f"{among} {self._ranking.monitor}")
+        if self._orders.ranking is not None and self._ranks.broadcast(self._standings.gets_in(self._score())):
+            among = f"among the {self._orders.top_k} best" if self._orders.top_k > 1 else "best"
+            reasons.append(f"{among} {self._orders.ranking.monitor}")
         return reasons
 
     def at_boundary(self) -> None:
@@ -80,7 +62,7 @@ class Evaluations:
         self._has_validated = False
 
     def _score(self) -> float | None:
-        return self.metrics().get(self._ranking.monitor) if self._ranking is not None else None
+        return self.metrics().get(self._orders.ranking.monitor) if self._orders.ranking is not None else None
 
     def metrics(self) -> dict[str, float]:
         """The numbers logged at this step; those of an earlier validation belong to an earlier step and are left

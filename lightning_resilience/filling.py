@@ -31,7 +31,7 @@ BLOCK = 256 * 2**10
 MOST_THREADS = 4
 
 
-class Piece:
+class Span:
     """A tensor whose memory takes the bytes of a file from ``offset`` on as they are."""
 
     def __init__(self, target: Tensor, offset: int) -> None:
@@ -80,13 +80,13 @@ def threads_for(parts: int) -> int:
     return max(1, min(parts, len(os.sched_getaffinity(0)), MOST_THREADS))
 
 
-def overlap(pieces: Iterable[Piece]) -> bool:
-    """Whether two pieces have memory in common."""
-    by_address = sorted(pieces, key=lambda piece: piece.address)
+def share_memory(spans: Iterable[Span]) -> bool:
+    """Whether two spans have memory in common."""
+    by_address = sorted(spans, key=lambda span: span.address)
     return any(one.address + one.size > another.address for one, another in itertools.pairwise(by_address))
 
 
-def fill(path: Path, pieces: Sequence[Piece]) -> None:
+def fill(path: Path, spans: Sequence[Span]) -> None:
     """Fill tensors in host memory with bytes of one file.
 
     Raises:
@@ -94,46 +94,46 @@ def fill(path: Path, pieces: Sequence[Piece]) -> None:
     """
     with open(path, "rb", buffering=0) as file:
 
-        def read(piece: Piece, start: int) -> None:
-            rest, offset = piece.memory[start : start + AT_ONCE], piece.offset + start
+        def read(span: Span, start: int) -> None:
+            rest, offset = span.memory[start : start + AT_ONCE], span.offset + start
             while rest:
                 done = os.preadv(file.fileno(), [rest], offset)
                 if not done:
                     raise CheckpointCorrupt(f"{path} ends at byte {offset}, in the middle of a tensor.")
                 rest, offset = rest[done:], offset + done
 
-        parts = [(piece, start) for piece in pieces for start in range(0, piece.size, AT_ONCE)]
-        threads = 1 if overlap(pieces) else threads_for(sum(piece.size for piece in pieces) // AT_ONCE)
+        parts = [(span, start) for span in spans for start in range(0, span.size, AT_ONCE)]
+        threads = 1 if share_memory(spans) else threads_for(sum(span.size for span in spans) // AT_ONCE)
 
-        def read_all(of_parts: Iterable[tuple[Piece, int]]) -> None:
+        def read_all(of_parts: Iterable[tuple[Span, int]]) -> None:
             for part in of_parts:
                 read(*part)
 
         # In order, because what lies in one memory is filled in the order of the file.
         with ThreadPoolExecutor(threads, "resilience-read") as pool:
             list(pool.map(read_all, [parts[first::threads] for first in range(threads)]))
-    torch.autograd.graph.increment_version([piece.target for piece in pieces])
+    torch.autograd.graph.increment_version([span.target for span in spans])
 
 
-def fill_and_digest(path: Path, pieces: Iterable[Piece]) -> str:
+def fill_and_digest(path: Path, spans: Iterable[Span]) -> str:
     """Fill tensors, of whatever device, with bytes of one file; xxh3_128 of all of it.
 
     What the file has not got is not filled; its digest is another one then.
 
     Args:
         path: of the file.
-        pieces: have no bytes of it in common (see ``apart``).
+        spans: have no bytes of it in common (see ``split_where_bytes_overlap``).
     """
-    in_order = sorted(pieces, key=lambda piece: piece.offset)
-    small = [piece for piece in in_order if not piece.is_read_in_place]
+    in_order = sorted(spans, key=lambda span: span.offset)
+    by_block = [span for span in in_order if not span.is_read_in_place]
     with open(path, "rb", buffering=0) as file:
-        once = _Pass(file.fileno(), small)
-        for piece in in_order:
-            if piece.is_read_in_place:
-                once.through_block(piece.offset)
-                once.into(piece)
+        once = _Pass(file.fileno(), by_block)
+        for span in in_order:
+            if span.is_read_in_place:
+                once.through_block(span.offset)
+                once.into(span)
         once.through_block(sys.maxsize)
-    torch.autograd.graph.increment_version([piece.target for piece in in_order])
+    torch.autograd.graph.increment_version([span.target for span in in_order])
     return once.digest
 
 
@@ -142,16 +142,16 @@ class _Pass:
 
     Args:
         fd: the file.
-        small: what is filled from a block, in the order of the file.
+        by_block: what is filled from a block, in the order of the file.
     """
 
-    def __init__(self, fd: int, small: Sequence[Piece]) -> None:
+    def __init__(self, fd: int, by_block: Sequence[Span]) -> None:
         self._fd = fd
-        self._small = deque(small)
+        self._by_block = deque(by_block)
         self._state = xxhash.xxh3_128()
         self._offset = 0
         # A device copies from locked memory at its full speed.
-        self._block = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=any(one.target.is_cuda for one in small))
+        self._block = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=any(one.target.is_cuda for one in by_block))
         self._view = _memory(self._block.data_ptr(), BLOCK)
 
     @property
@@ -159,21 +159,21 @@ class _Pass:
         """xxh3_128 of what has been read."""
         return self._state.hexdigest()
 
-    def into(self, piece: Piece) -> None:
+    def into(self, span: Span) -> None:
         """Read what comes next into a tensor; less of it where the file ends."""
-        memory = piece.memory
+        memory = span.memory
         while memory and (count := self._read(memory[:BLOCK])):
             memory = memory[count:]
 
     def through_block(self, until: int) -> None:
-        """Read on until an offset, or to the end, and give small pieces what is theirs."""
+        """Read on until an offset, or to the end, and give what is filled from blocks its part of them."""
         while self._offset < until and (count := self._read(self._view[: until - self._offset])):
             begin = self._offset - count
-            while self._small and self._small[0].offset < self._offset:
-                self._small[0].take(self._block, begin, count)
-                if self._small[0].end > self._offset:
+            while self._by_block and self._by_block[0].offset < self._offset:
+                self._by_block[0].take(self._block, begin, count)
+                if self._by_block[0].end > self._offset:
                     break
-                self._small.popleft()
+                self._by_block.popleft()
 
     def _read(self, memory: memoryview) -> int:
         count = os.preadv(self._fd, [memory], self._offset)
@@ -182,12 +182,12 @@ class _Pass:
         return count
 
 
-def apart(pieces: Iterable[Piece]) -> tuple[list[Piece], list[Piece]]:
+def split_where_bytes_overlap(spans: Iterable[Span]) -> tuple[list[Span], list[Span]]:
     """Pieces that have no bytes of the file in common, and the rest."""
-    first: list[Piece] = []
-    rest: list[Piece] = []
-    for piece in sorted(pieces, key=lambda piece: piece.offset):
-        (rest if first and piece.offset < first[-1].end else first).append(piece)
+    first: list[Span] = []
+    rest: list[Span] = []
+    for span in sorted(spans, key=lambda span: span.offset):
+        (rest if first and span.offset < first[-1].end else first).append(span)
     return first, rest
 
 

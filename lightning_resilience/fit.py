@@ -14,24 +14,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_resilience.agreement import Agreement
 from lightning_resilience.decisions import Decisions
 from lightning_resilience.destination import Destination
-from lightning_resilience.divergence import Rollback
 from lightning_resilience.errors import Diverged
 from lightning_resilience.evaluations import Evaluations
 from lightning_resilience.ledger import EXCEPTION, INTERRUPTED, PREEMPTED
 from lightning_resilience.manifest import Manifest
 from lightning_resilience.news import Audience, News
+from lightning_resilience.orders import Orders
 from lightning_resilience.preemption import Preempted
-from lightning_resilience.retention import Ranking
 from lightning_resilience.rollback import SpikeRecovery
 from lightning_resilience.saving import Saving
-from lightning_resilience.schedule import Progress, Schedule
+from lightning_resilience.schedule import Progress
 from lightning_resilience.session import Session
 from lightning_resilience.tiers import LocalTier
 from lightning_resilience.watch import END_OF_TRAINING, Watch
@@ -40,43 +38,6 @@ log = logging.getLogger("lightning_resilience")
 
 DRAIN_AFTER_EXCEPTION = 10.0
 """Seconds that a save under way and the copies on their way get, together, when training ends with an exception."""
-
-
-@dataclass(frozen=True)
-class Orders:
-    """A callback's arguments, as far as they say when and how to save.
-
-    Args:
-        schedule: when to save.
-        loss_key: name of the loss that it goes by.
-        rollback: when to take the run back.
-        ranking: what checkpoints are ranked by.
-        top_k: how many of the best are wanted.
-        every_epochs: after how many epochs there is a save; 0 for none.
-        at_epoch_end: whether evaluations are reasons at the end of the epoch, rather than after a validation.
-        name: gives a checkpoint's name, for the epoch that it belongs to.
-        weights_only: leave out all but the weights.
-        replace: whether a checkpoint of the same name gives way.
-        overlap: whether copying may go on during the next forward and backward pass.
-        most_failures: failed saves in a row after which training stops.
-        fails_loudly: whether a save that fails ends training also where it ends anyway.
-        timeout: seconds that a save gets, and the last copies.
-    """
-
-    schedule: Schedule
-    loss_key: str
-    rollback: Rollback | None
-    ranking: Ranking | None
-    top_k: int
-    every_epochs: int
-    at_epoch_end: Callable[[], bool]
-    name: Callable[[int], str]
-    weights_only: bool
-    replace: bool
-    overlap: bool
-    most_failures: int
-    fails_loudly: bool
-    timeout: float
 
 
 class Fit:
@@ -98,42 +59,14 @@ class Fit:
         self.watch = Watch(orders.schedule.by_agreement(), session.ranks.rank, orders.loss_key)
         self.watched_before: Mapping[str, Any] | None = None
         """What was watched until the checkpoint that is resumed."""
-        self.evaluations = Evaluations(
-            session.trainer,
-            session.ranks,
-            destination.standings,
-            ranking=orders.ranking,
-            top_k=orders.top_k,
-            every_epochs=orders.every_epochs,
-            at_epoch_end=orders.at_epoch_end,
-        )
+        self.evaluations = Evaluations(session.trainer, session.ranks, destination.standings, orders)
         self._news = News(session, destination, self.watch, audience)
-        self._saving = Saving(
-            session,
-            destination,
-            self.watch,
-            self.evaluations,
-            self._news,
-            name=orders.name,
-            weights_only=orders.weights_only,
-            replace=orders.replace,
-            most_failures=orders.most_failures,
-            timeout=orders.timeout,
-        )
+        self._saving = Saving(session, destination, self.watch, self.evaluations, self._news, orders)
         self._recovery = SpikeRecovery(
             orders.rollback, session, destination, self.watch, agreement, self._saving, orders.loss_key
         )
         self._decisions = Decisions(
-            session,
-            destination.folder,
-            agreement,
-            self.watch,
-            self.evaluations,
-            self._saving,
-            self._recovery,
-            by_step=orders.schedule.by_step_alone(),
-            overlap=orders.overlap,
-            fails_loudly=orders.fails_loudly,
+            session, destination.folder, agreement, self.watch, self.evaluations, self._saving, self._recovery, orders
         )
         self._has_begun = False
 

@@ -32,7 +32,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 
-from lightning_resilience.known import Last
+from lightning_resilience.memo import Memo
 
 # FSDP1 hands out ShardedTensors, and torch says at each touch that it would rather not; its users cannot change that.
 warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning, module=r"lightning_resilience\.")
@@ -127,7 +127,7 @@ class Outline:
         self.is_sharded = [kind == "sharded" for kind in self.kinds]
         self.tensor_keys = tuple(compress(self.keys, self.is_tensor))
         self.is_dtensor = [kind == "dtensor" for kind in compress(self.kinds, self.is_tensor)]
-        self.all_differ: Last[bool] = Last()
+        self.all_differ: Memo[bool] = Memo()
         self._levels: list[_Level] = []
         self._order: list[int] = []
 
@@ -261,18 +261,11 @@ class FlatState:
         )
 
     def tied(self) -> tuple[dict[str, str], set[str]]:
-        """Keys whose storage an earlier key has too (with that key), and keys where this rank cannot tell: it has no
+        """Keys whose memory an earlier key has too (with that key), and keys where this rank cannot tell: it has no
         part."""
-        first_seen: dict[tuple[Any, ...], str] = {}
-        tied, empty = {}, set()
-        for key, value in zip(self.keys, self.values, strict=True):
-            storage = _storage_of(key, value)
-            if storage[0] is None:
-                if isinstance(value, Tensor):
-                    empty.add(key)
-            elif (first := first_seen.setdefault(storage, key)) != key:
-                tied[key] = first
-        return tied, empty
+        tensors = ((key, value) for key, value in zip(self.keys, self.values, strict=True) if isinstance(value, Tensor))
+        empty = {key for key, value in tensors if _storage_of(key, value)[0] is None}
+        return dict(self._same_memory()), empty
 
 
 class _Walk:

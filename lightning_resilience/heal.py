@@ -8,7 +8,6 @@ lacks comes from memory, where folders are node-local from a node that has it, a
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -17,12 +16,12 @@ from typing import Any
 
 from lightning_resilience import memory, store
 from lightning_resilience.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointUncommitted
-from lightning_resilience.manifest import META, METADATA, PARTIAL, SHARD, FileEntry, Manifest
+from lightning_resilience.manifest import META, METADATA, SHARD, FileEntry, Manifest
 from lightning_resilience.memory import MemoryTier
-from lightning_resilience.places import Needs, Place, Source
+from lightning_resilience.places import Needs, Origin, Place, Source
 from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.remote import RemoteTier
-from lightning_resilience.tiers import LocalTier
+from lightning_resilience.tiers import LocalTier, final_name, partial_name
 
 log = logging.getLogger("lightning_resilience")
 
@@ -58,7 +57,7 @@ def make_whole(
         CheckpointCorrupt: a file is damaged or missing everywhere; on all ranks.
         CheckpointNotFound, CheckpointUncommitted, CheckpointIncompatible: there is no manifest to go by.
     """
-    tier, leads = place.tier, ranks.rank == place.sharing[0]
+    tier, leads = place.tier, ranks.rank == place.leader
     manifest = _manifest_of(ranks, place, name, save, copies or {})
 
     def spot_here() -> _Spot:
@@ -67,7 +66,7 @@ def make_whole(
 
     spots = ranks.gathered(lambda: spot_here() if leads else None)
     raise_first(spots)
-    spot = spots[place.sharing[0]]
+    spot = spots[place.leader]
     assert isinstance(spot, _Spot)
     spot = replace(spot, manifest=spot.manifest or manifest)
     by_size = {entry.path for entry in manifest if reading_checks and entry.path.endswith(SHARD)}
@@ -78,14 +77,15 @@ def make_whole(
         raise CheckpointCorrupt(f"{name} is damaged: {'; '.join(lost.values())}.", problems=tuple(lost.values()))
     with ExitStack() as held:
         raise_first(ranks.gathered(lambda: spot.begin(tier, held) if leads else None))
-        small = {METADATA, META}
+        small = {METADATA, META}  # first, because ``needs`` goes by them
         fetched = _bring(ranks, place, source, found, small)
         mine = manifest.paths - small
         if needs is not None and not found.is_everywhere and len(place.sharing) < ranks.world_size:
             mine &= _needed(ranks, place, manifest, lambda: needs(source))
         fetched += _bring(ranks, place, source, found, mine)
         raise_first(ranks.gathered(lambda: spot.finish(tier) if leads else None))
-    source = replace(source, name=spot.name, fetched=sum(ranks.all_gather(fetched)), **found.origins(manifest))
+    origin = found.origin(manifest, sum(ranks.all_gather(fetched)))
+    source = replace(source, name=spot.name, origin=origin)
     unchecked |= {source.home(entry.path): entry for entry in manifest if entry.path in found.unchecked}
     return replace(source, unchecked=unchecked, is_checked=not by_size)
 
@@ -95,7 +95,7 @@ def read_by_leaders(
 ) -> tuple[Manifest | BaseException | None, list[Manifest | BaseException | None]]:
     """The manifest of a checkpoint, or why there is none, as the first rank of each folder reads it (None on others):
     this rank's, and all of them without their files.  Collective."""
-    mine = attempt(lambda: store.read_manifest(place.tier, name)) if ranks.rank == place.sharing[0] else None
+    mine = attempt(lambda: store.read_manifest(place.tier, name)) if ranks.rank == place.leader else None
     return mine, ranks.all_gather(mine.outline() if isinstance(mine, Manifest) else mine)
 
 
@@ -160,7 +160,7 @@ def _spot(tier: LocalTier, name: str, manifest: Manifest) -> _Spot:
     if isinstance(why, (CheckpointCorrupt, CheckpointUncommitted)) and not store.is_stock_folder(tier.path(name)):
         return _Spot(name, name, alone)  # of no use as it is, so what is there may be put right
     free = store.free_name(name, tier.exists)
-    return _Spot(free, f"{free}{PARTIAL}{uuid.uuid4().hex[:12]}-0", alone)
+    return _Spot(free, partial_name(free), alone)
 
 
 def _recall(
@@ -238,13 +238,12 @@ class _Found:
     in_folders: set[str] = field(default_factory=set)
     unchecked: set[str] = field(default_factory=set)
 
-    def origins(self, manifest: Manifest) -> dict[str, Any]:
-        """What a ``Source`` says of where its files are read."""
+    def origin(self, manifest: Manifest, fetched: int) -> Origin:
+        """Where the files are read, once some bytes of them are ``fetched`` from the cold tier."""
         shards = [entry for entry in manifest if entry.path.endswith(SHARD)]
         writers = {entry.rank for entry in shards}
         elsewhere = {entry.rank for entry in shards if entry.path not in self.in_memory - self.in_folders}
-        numbers = len(writers - elsewhere), len(writers)
-        return {"shards_in_memory": numbers, "from_folder": bool(self.in_folders)}
+        return Origin((len(writers - elsewhere), len(writers)), bool(self.in_folders), fetched)
 
 
 @dataclass(frozen=True)
@@ -270,7 +269,7 @@ def _look(
     What all of them read in memory is not read in the folder, which must have it all the same: memory goes.
     """
     assert source.manifest is not None
-    files, leader = source.manifest.files, place.sharing[0]
+    files, leader = source.manifest.files, place.leader
 
     def is_recalled(file: str, sharing: Sequence[int]) -> bool:
         return all(file in recalled[rank] for rank in sharing)
@@ -333,7 +332,7 @@ def _bring(ranks: Ranks, place: Place, source: Source, found: _Found, files: Col
         Bytes that this rank fetched from the cold tier.
     """
     assert source.manifest is not None
-    leader, lost = place.sharing[0], found.lost
+    leader, lost = place.leader, found.lost
     lacking = found.lacking.intersection(files)
     wanted = [entry for entry in source.manifest if entry.path in lacking]
     fetched = 0
@@ -370,7 +369,7 @@ def _fetch(ranks: Ranks, place: Place, source: Source, entries: Sequence[FileEnt
         for entry in mine:
             source.tier.begin(store.holder(source.name, entry))
             _fetch_one(cold, source, entry)
-            log.info("event=heal name=%s file=%s from=%s", source.name.partition(PARTIAL)[0], entry.path, cold.where())
+            log.info("event=heal name=%s file=%s from=%s", final_name(source.name), entry.path, cold.where())
 
     raise_first(ranks.gathered(fetch_mine))
     return sum(entry.size for entry in mine)
@@ -401,4 +400,4 @@ def _copy(ranks: Ranks, source: Source, entry: FileEntry, giver: int, sinks: set
         ranks.copy_file(giver, source.locate(entry.path), sink)
         raise_first(ranks.gathered(arriving.close))
     if sink is not None:
-        log.info("event=heal name=%s file=%s from_rank=%d", source.name.partition(PARTIAL)[0], entry.path, giver)
+        log.info("event=heal name=%s file=%s from_rank=%d", final_name(source.name), entry.path, giver)

@@ -6,7 +6,6 @@ Each copy is made as a save is: files first, each checked on its way, the manife
 from __future__ import annotations
 
 import dataclasses
-import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
@@ -16,7 +15,6 @@ from lightning_resilience.errors import CheckpointCorrupt, CheckpointNotFound, S
 from lightning_resilience.manifest import (
     EXTENSION,
     MANIFEST,
-    PARTIAL,
     PINNED,
     FileEntry,
     Manifest,
@@ -24,18 +22,13 @@ from lightning_resilience.manifest import (
 )
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.retention import Judgement, Keep, Ranking, judge
-from lightning_resilience.tiers import LocalTier, Tier, WritableTier
+from lightning_resilience.tiers import LocalTier, Tier, WritableTier, partial_name
 
 COPIES = 4
 """Files that are copied at once."""
 
 Told = Callable[[int, str], None]
 """Hears of bytes that are done, and of which checkpoint."""
-
-
-def is_url(text: str) -> bool:
-    """Whether a path is one of an object store."""
-    return "://" in text and not text.startswith("file://")
 
 
 def open_url(url: str, storage_options: Mapping[str, Any] | None) -> tuple[RemoteTier, str | None]:
@@ -74,7 +67,7 @@ def pull(source: RemoteTier, name: str, manifest: Manifest, target: LocalTier, t
             return 0
         raise SetupError(f"{target.where(name)!r} is there, and damaged.", hint="Move it away, then pull again.")
     target.check_writable()
-    partial = f"{name}{PARTIAL}{uuid.uuid4().hex[:12]}-0"
+    partial = partial_name(name)
     target.begin(partial)
     with target.hold(partial):
         try:

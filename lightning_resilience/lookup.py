@@ -34,7 +34,7 @@ from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.resume import Search, find_last, open_explicit, open_with_copies
 from lightning_resilience.scratch import Scratch
-from lightning_resilience.tiers import LocalTier, local_path
+from lightning_resilience.tiers import LocalTier, is_url, local_path
 
 log = logging.getLogger("lightning_resilience")
 
@@ -185,7 +185,7 @@ class Lookup:
 
     def _given(self, text: str) -> Source | str:
         """What a path or URL leads to; see ``choose``."""
-        if "://" in text and not text.startswith("file://"):
+        if is_url(text):
             return self._from_url(text)
         path = local_path(text).absolute()
         is_file, is_ours = self._ranks.broadcast((path.is_file(), (path.parent / MANIFEST).is_file()))
@@ -312,7 +312,7 @@ class Lookup:
         if self._ranks.rank == 0 and self._found is not None and source is not None and source.manifest is not None:
             step, size, skipped = source.manifest.step, self._ranks.world_size, self._found.explain()
             note = f" skipped={skipped!r}" if skipped else ""
-            log.info("event=resume step=%d from=%s %s ranks=%d%s", step, source.path, _origin(source), size, note)
+            log.info("event=resume step=%d from=%s %s ranks=%d%s", step, source.path, source.origin, size, note)
         self._found = None
 
     def open_again(self, tier: LocalTier | RemoteTier, name: str, copies: Mapping[str, Manifest]) -> Source:
@@ -373,12 +373,3 @@ def _none_is_whole(search: Search) -> CheckpointCorrupt:
         problems=tuple(f"{path}: {why}" for path, why in search.skipped.items()),
         hint="Repair or remove them, or set on_unrestorable='fresh' to start over.",
     )
-
-
-def _origin(source: Source) -> str:
-    """From which tiers it is read, and how much."""
-    here, all_of = source.shards_in_memory
-    from_where = {"memory": here, "hot": source.from_folder, "cold": source.fetched}
-    numbers = f" fetched={source.fetched}" if source.fetched else ""
-    numbers += f" memory={here}/{all_of}" if here else ""
-    return f"tier={','.join(tier for tier, some in from_where.items() if some)}{numbers}"

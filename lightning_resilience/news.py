@@ -61,7 +61,7 @@ class News:
             else:
                 has_failed = True
                 self.last_error = str(error)
-                self._watch.telemetry.failures += 1
+                self._watch.failed()
                 rank_zero_warn(f"{error} Earlier checkpoints are untouched.")
         self.hear_of_copies()
         return has_failed

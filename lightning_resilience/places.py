@@ -33,10 +33,34 @@ class Place:
     memory: MemoryTier | None = None
     passing: bool = False
 
+    @property
+    def leader(self) -> int:
+        """The rank that acts for all that share the folder."""
+        return self.sharing[0]
+
     @classmethod
     def shared(cls, ranks: Ranks, tier: LocalTier, cold: RemoteTier | None = None) -> Place:
         """A folder that all ranks are taken to share."""
         return cls(tier, tuple(range(ranks.world_size)), cold)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """From which tiers a checkpoint is read; as text, for the log."""
+
+    in_memory: tuple[int, int] = (0, 0)
+    """Of how many of the ranks that wrote it the shards are read in memory, and how many there are."""
+    from_folder: bool = True
+    """Whether any file is read in a folder that was not fetched for it."""
+    fetched: int = 0
+    """Bytes that had to be fetched from the cold tier."""
+
+    def __str__(self) -> str:
+        here, all_of = self.in_memory
+        from_where = {"memory": here, "hot": self.from_folder, "cold": self.fetched}
+        numbers = f" fetched={self.fetched}" if self.fetched else ""
+        numbers += f" memory={here}/{all_of}" if here else ""
+        return f"tier={','.join(tier for tier, some in from_where.items() if some)}{numbers}"
 
 
 @dataclass(frozen=True)
@@ -47,20 +71,15 @@ class Source:
     tier: LocalTier
     name: str
     manifest: Manifest | None = None
-    fetched: int = 0
-    """Bytes that had to be fetched from the cold tier."""
     copies: tuple[str, ...] = ()
     """What its copies in the cold tier are called."""
     in_memory: Mapping[str, Path] = field(default_factory=dict)
     """Where the files are that this node's memory has whole."""
-    shards_in_memory: tuple[int, int] = (0, 0)
-    """Of how many of the ranks that wrote it the shards are read in memory, and how many there are."""
     unchecked: Mapping[Path, FileEntry] = field(default_factory=dict)
     """Files that this rank digests while it reads them; it is not known before whether they are whole."""
     is_checked: bool = True
     """Whether every byte was checked, by any rank; the same on all ranks."""
-    from_folder: bool = True
-    """Whether any file is read in a folder that was not fetched for it."""
+    origin: Origin = Origin()
 
     @property
     def path(self) -> Path:

@@ -13,12 +13,12 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from lightning_resilience.errors import CheckpointCorrupt, ResilienceError
-from lightning_resilience.filling import overlap, takes_bytes, threads_for
+from lightning_resilience.filling import share_memory, takes_bytes, threads_for
 from lightning_resilience.manifest import METADATA, FileEntry
 from lightning_resilience.shard_file import ShardFile, load_trusted
 from lightning_resilience.shards import collector_paused
@@ -41,17 +41,21 @@ _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrappe
 OPTIMIZER = re.compile(r"optimizer_\d+")
 """First component of the keys of an optimizer's state."""
 
-Allocate = Callable[[tuple[str | int, ...], TensorStorageMetadata], Any]
+ObjectPath: TypeAlias = tuple[str | int, ...]
+"""The names that lead to a value in nested state."""
+
+Allocate = Callable[[ObjectPath, TensorStorageMetadata], Any]
 """Makes the tensor that an entry is read into, from its path below the part of the state and its metadata; None leaves
 it out."""
 
 
+@lru_cache(None)
 def canonical(name: str) -> str:
     """A parameter's name without what wrappers insert."""
     return _WRAPPERS.sub("", name) if "_" in name else name
 
 
-def canonical_path(path: Iterable[str | int]) -> tuple[str | int, ...]:
+def canonical_path(path: Iterable[str | int]) -> ObjectPath:
     """A DCP object path in canonical form."""
     first, *rest = path
     return ("model" if first == "state_dict" else first, *(canonical(p) if isinstance(p, str) else p for p in rest))
@@ -78,10 +82,18 @@ class Tree:
     build: Callable[[], Any]
 
 
-class _Stored(StorageReader):
-    """What DCP asks of a ``StorageReader`` beside reading."""
+class Later(StorageReader):
+    """Notes what torch's own loading routines want instead of reading it; objects are left out."""
 
-    metadata: Metadata
+    def __init__(self, metadata: Metadata) -> None:
+        self.metadata = metadata
+        self.requests: list[Request] = []
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        self.requests.append(Request([item for item in plan.items if item.type != LoadItemType.BYTE_IO], planner))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.metadata
@@ -103,20 +115,8 @@ class _Stored(StorageReader):
         return False
 
 
-class Later(_Stored):
-    """Notes what torch's own loading routines want instead of reading it; objects are left out."""
-
-    def __init__(self, metadata: Metadata) -> None:
-        self.metadata = metadata
-        self.requests: list[Request] = []
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        self.requests.append(Request([item for item in plan.items if item.type != LoadItemType.BYTE_IO], planner))
-        return _done()
-
-
-class CheckpointReader(_Stored):
-    """Reads one checkpoint.  Also a DCP ``StorageReader``, for torch's own loading routines.
+class CheckpointReader:
+    """Reads one checkpoint.
 
     Args:
         locate: gives the path of a file of the checkpoint by its name.
@@ -147,21 +147,25 @@ class CheckpointReader(_Stored):
                 self.metadata = _canonical_metadata(pickle.loads(path.read_bytes()))
         except Exception as error:
             raise CheckpointCorrupt(f"{path} cannot be read: {type(error).__name__}: {error}.") from error
-        self.paths: dict[str, tuple[str | int, ...]] = self.metadata.planner_data or {
+        self.paths: dict[str, ObjectPath] = self.metadata.planner_data or {
             key: tuple(key.split(".", 1)) for key in self.metadata.state_dict_metadata
         }
         """DCP object path of each key."""
+
+    def _entries(self, part: str) -> Iterator[tuple[str, ObjectPath, TensorStorageMetadata | BytesStorageMetadata]]:
+        """What there is of one part of the state: key, DCP object path and description."""
+        for key, path in self.paths.items():
+            if path[0] == part and (entry := self.metadata.state_dict_metadata.get(key)) is not None:
+                yield key, path, entry
 
     # -- what is there ------------------------------------------------------------------------------------------------
 
     def shapes(self, part: str = "model") -> dict[str, tuple[int, ...] | None]:
         """Names in one part of the state, with their shape; None for an object."""
-        shapes: dict[str, tuple[int, ...] | None] = {}
-        for key, path in self.paths.items():
-            if path[0] == part and key in self.metadata.state_dict_metadata:
-                entry = self.metadata.state_dict_metadata[key]
-                shapes[key_of(path[1:])] = tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
-        return shapes
+        return {
+            key_of(path[1:]): tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
+            for _, path, entry in self._entries(part)
+        }
 
     @property
     def optimizers(self) -> int:
@@ -236,7 +240,7 @@ class CheckpointReader(_Stored):
     def _check(self, files: Mapping[Path, ShardFile]) -> None:
         """Fill from files, side by side, that are digested on the way."""
         entries, self._unchecked = self._unchecked, {}
-        threads = 1 if overlap(piece for file in files.values() for piece in file.pieces) else threads_for(len(files))
+        threads = 1 if share_memory(span for file in files.values() for span in file.spans) else threads_for(len(files))
         with ThreadPoolExecutor(threads, "resilience-read") as pool:
             told = pool.map(lambda path: files[path].fill_and_check(entries[path]), files)
         if problems := tuple(problem for problem in told if problem is not None):
@@ -284,16 +288,11 @@ class CheckpointReader(_Stored):
             part: first component of the keys, e.g. ``optimizer_0``.
             allocate: makes its tensors; whole ones on the CPU if None.
         """
-        entries = {
-            key: entry
-            for key, path in self.paths.items()
-            if path[0] == part and (entry := self.metadata.state_dict_metadata.get(key)) is not None
-        }
         tensors, targets = dict[str, Any](), dict[str, Any]()
-        for key, entry in entries.items():
+        for key, path, entry in self._entries(part):
             if not isinstance(entry, TensorStorageMetadata):
                 continue
-            value = allocate(self.paths[key][1:], entry) if allocate is not None else empty(entry)
+            value = allocate(path[1:], entry) if allocate is not None else empty(entry)
             if value is None:
                 continue
             ahead = self._ahead.pop(key, None)
@@ -307,11 +306,11 @@ class CheckpointReader(_Stored):
 
         def build() -> Any:
             tree: dict[str, Any] = {}
-            for key, entry in entries.items():
+            for key, path, entry in self._entries(part):
                 if key in tensors:
-                    set_element(tree, self.paths[key], tensors[key])
+                    set_element(tree, path, tensors[key])
                 elif isinstance(entry, BytesStorageMetadata):
-                    set_element(tree, self.paths[key], self.read_object(key))
+                    set_element(tree, path, self.read_object(key))
             return tree.get(part, {})
 
         return Tree(self.request(targets), build)
@@ -333,28 +332,16 @@ class CheckpointReader(_Stored):
 
     def read_objects(self, part: str, tree: dict[str, Any]) -> None:
         """Put those values of one part that are not tensors into ``tree``, which has it under its name."""
-        for key, path in self.paths.items():
-            if path[0] == part and isinstance(self.metadata.state_dict_metadata.get(key), BytesStorageMetadata):
+        for key, path, entry in self._entries(part):
+            if isinstance(entry, BytesStorageMetadata):
                 set_element(tree, path, self.read_object(key))
 
     @property
     def is_flat(self) -> bool:
         """Whether the model's state is nothing but tensors, one a name."""
         return all(
-            len(path) == 2 and isinstance(self.metadata.state_dict_metadata.get(key), TensorStorageMetadata)
-            for key, path in self.paths.items()
-            if path[0] == "model"
+            len(path) == 2 and isinstance(entry, TensorStorageMetadata) for _, path, entry in self._entries("model")
         )
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        self.fetch([Request(plan.items, planner)])
-        return _done()
-
-
-def _done() -> Future[None]:
-    done: Future[None] = Future()
-    done.set_result(None)
-    return done
 
 
 def _canonical_metadata(metadata: Metadata) -> Metadata:
@@ -371,7 +358,7 @@ def _canonical_metadata(metadata: Metadata) -> Metadata:
     )
 
 
-def _canonical_key(key: str, path: tuple[str | int, ...] | None) -> str:
+def _canonical_key(key: str, path: ObjectPath | None) -> str:
     return key_of(canonical_path(path if path is not None else key.split(".", 1)))
 
 

@@ -23,9 +23,9 @@ import xxhash
 
 from lightning_resilience import points
 from lightning_resilience.errors import ResilienceError, TierDenied, TierUnavailable
-from lightning_resilience.manifest import EXTENSION, MANIFEST, META, METADATA, PARTIAL, FileEntry, Manifest, digest
+from lightning_resilience.manifest import EXTENSION, MANIFEST, META, METADATA, FileEntry, Manifest, digest
 from lightning_resilience.objects import PART, Objects, Patience, Read, Stat, open_objects
-from lightning_resilience.tiers import Ready, is_there
+from lightning_resilience.tiers import Ready, final_name, is_there
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -175,7 +175,7 @@ class RemoteTier:
         Raises:
             TierUnavailable: a file is missing, or has another size.
         """
-        name = _final(name)
+        name = final_name(name)
         there = self.files(name)
         wrong = [entry.path for entry in manifest if entry.at is None and there.get(entry.path) != entry.size]
         if wrong:
@@ -237,7 +237,7 @@ class RemoteTier:
 
     def begin(self, name: str) -> None:
         """Put the marker, unless another rank has."""
-        self.claim(_final(name))
+        self.claim(final_name(name))
 
     def hold(self, name: str) -> AbstractContextManager[None]:
         """Nothing: there are no locks."""
@@ -254,7 +254,7 @@ class RemoteTier:
         view = memoryview(data).cast("B")
         ready(len(view))
         entry = FileEntry(path=file, size=len(view), xxh3_128=digest(view), rank=rank)
-        key = f"{_final(name)}/{file}"
+        key = f"{final_name(name)}/{file}"
         self.patience(lambda: self.objects.put(key, _from_memory(view), entry.size, entry.xxh3_128))
         return entry
 
@@ -270,7 +270,7 @@ class RemoteTier:
 
     def withdraw(self, partial: str, files: Collection[str]) -> None:
         """Take files of a dropped save away, the manifest first; the last rank out takes the marker."""
-        name = _final(partial)
+        name = final_name(partial)
         with suppress(ResilienceError, OSError):
             self.objects.delete([f"{name}/{file}" for file in sorted(files, key=lambda file: file != MANIFEST)])
             if [key for key, _ in self.objects.entries(f"{name}/")] == [f"{name}/{UNSEALED}"]:
@@ -295,11 +295,6 @@ class RemoteTier:
         keys = [f"{name}/{file}" for file in files if file != UNSEALED]
         self.patience(lambda: self.objects.delete(keys))
         self.patience(lambda: self.objects.delete([f"{name}/{UNSEALED}"]))
-
-
-def _final(name: str) -> str:
-    """The name that what is being saved will have."""
-    return name.partition(PARTIAL)[0]
 
 
 def _is_ours(key: str) -> bool:

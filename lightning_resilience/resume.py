@@ -76,7 +76,7 @@ class _Candidate:
     """A save that a place has, in some of its folders, in its cold tier, or in both, under whatever names: its
     ``name`` is that of the lowest rank that has it, or else of a copy."""
 
-    place: int
+    place_number: int
     seen: _Seen
     name: str
     ranks: dict[int, str] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class _Candidate:
 
     def rank_in_order(self) -> tuple[tuple[int, int], int, bool, str]:
         """Sorts candidates from old to new, on all ranks alike."""
-        return self.seen.order, self.place, bool(self.ranks), self.seen.save
+        return self.seen.order, self.place_number, bool(self.ranks), self.seen.save
 
     def where(self, place: Place) -> str:
         """Path or URL of it, for people."""
@@ -128,34 +128,34 @@ def find_last(
     candidates, broken, silent = _candidates(ranks, places, passed_over)
     for where, damage in broken.items():
         search.skip(where, damage, aloud=aloud)
-    for save in sorted(candidates, key=_Candidate.rank_in_order, reverse=True):
-        place = places[save.place]
-        where = save.where(place)
-        if why_not := save.passed_over or save.seen.unresumable:
+    for candidate in sorted(candidates, key=_Candidate.rank_in_order, reverse=True):
+        place = places[candidate.place_number]
+        where = candidate.where(place)
+        if why_not := candidate.passed_over or candidate.seen.unresumable:
             search.skip(where, why_not, aloud=False)
             continue
         try:
-            search.source = _made_whole(ranks, place, save, needs, reading_checks)
+            search.source = _made_whole(ranks, place, candidate, needs, reading_checks)
             return search
         except (TierUnavailable, TierDenied):
             raise  # it may be whole: an older one, or none, is not the answer to an outage
         except ResilienceError as error:
-            if save.place in silent:
-                raise silent[save.place] from error  # for the same reason
+            if candidate.place_number in silent:
+                raise silent[candidate.place_number] from error  # for the same reason
             search.skip(where, error, aloud=aloud)
     if silent:
         raise next(iter(silent.values()))
     return search
 
 
-def _made_whole(ranks: Ranks, place: Place, save: _Candidate, needs: Needs | None, reading_checks: bool) -> Source:
+def _made_whole(ranks: Ranks, place: Place, candidate: _Candidate, needs: Needs | None, reading_checks: bool) -> Source:
     def make(reading_checks: bool) -> Source:
         return make_whole(
             ranks,
             place,
-            save.name,
-            save=save.seen.save,
-            copies=save.copies,
+            candidate.name,
+            save=candidate.seen.save,
+            copies=candidate.copies,
             needs=needs,
             reading_checks=reading_checks,
         )
@@ -211,7 +211,7 @@ def _what_is_there(tier: LocalTier, but: Collection[str] = ()) -> dict[str, _Fin
 def _what_is_here(ranks: Ranks, place: Place) -> list[dict[str, _Finding]]:
     """What the folder of each rank has: as the first of those that share it lists it, because manifests are as long as
     there are ranks, and what another one sees besides, because a list may be older than what there is.  Collective."""
-    leader = place.sharing[0]
+    leader = place.leader
     listings: list[Any] = ranks.gathered(lambda: _what_is_there(place.tier) if ranks.rank == leader else {})
     raise_first(listings)
     here: dict[str, _Finding] = listings[leader]
@@ -241,18 +241,18 @@ def _what_is_cold(ranks: Ranks, place: Place) -> dict[str, Manifest | Resilience
 
 
 def _saves(
-    place: int, here: Sequence[Mapping[str, _Finding]], there: Mapping[str, Manifest | ResilienceError]
+    place_number: int, here: Sequence[Mapping[str, _Finding]], there: Mapping[str, Manifest | ResilienceError]
 ) -> list[_Candidate]:
     """The saves of a place, from the lists of its ranks and of its cold tier."""
     saves: dict[str, _Candidate] = {}
     for rank, listing in enumerate(here):
         for name, seen in sorted(listing.items(), key=lambda item: item[0]):
             if isinstance(seen, _Seen):
-                saves.setdefault(seen.save, _Candidate(place, seen, name)).ranks.setdefault(rank, name)
+                saves.setdefault(seen.save, _Candidate(place_number, seen, name)).ranks.setdefault(rank, name)
     for name, manifest in sorted(there.items(), key=lambda item: item[0]):
         if isinstance(manifest, Manifest):
             seen = _Seen.of(manifest)
-            saves.setdefault(seen.save, _Candidate(place, seen, name)).copies[name] = manifest
+            saves.setdefault(seen.save, _Candidate(place_number, seen, name)).copies[name] = manifest
     return list(saves.values())
 
 

@@ -153,6 +153,8 @@ class Resumption:
             return self._parts_as_saved(reader)
         self._model_is_loaded = True
         parts = [self.family.model_part(reader, strict)]
+        # There are no optimizers yet to read into: their tensors are kept until there are.  Beside a device that would
+        # take host memory that may not be there; its shards are read a second time instead.
         if wants_optimizers and self.trainer.strategy.root_device.type == "cpu":
             parts.append(Part([reader.fetch_ahead(OPTIMIZER)]))
         return parts

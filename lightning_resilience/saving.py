@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 
 from lightning_resilience.destination import Destination
 from lightning_resilience.engine import OVERDUE
@@ -13,6 +12,7 @@ from lightning_resilience.evaluations import Evaluations
 from lightning_resilience.manifest import LAST_GOOD, Manifest
 from lightning_resilience.news import News
 from lightning_resilience.objects import shown
+from lightning_resilience.orders import Orders
 from lightning_resilience.schedule import Progress
 from lightning_resilience.session import Session
 from lightning_resilience.trainer_state import position_of, step_of
@@ -28,11 +28,7 @@ class Saving:
         watch: what makes a checkpoint suspect, or a milestone.
         evaluations: gives the numbers for the manifest.
         news: hears how they ended.
-        name: gives the name of a checkpoint of this step, for the epoch that it belongs to.
-        weights_only: leave out all but the weights.
-        replace: whether a checkpoint of the same name gives way.
-        most_failures: failed saves in a row after which training stops.
-        timeout: seconds after which a save that some rank has not finished is dropped.
+        orders: how to save.
     """
 
     def __init__(
@@ -42,23 +38,14 @@ class Saving:
         watch: Watch,
         evaluations: Evaluations,
         news: News,
-        *,
-        name: Callable[[int], str],
-        weights_only: bool,
-        replace: bool,
-        most_failures: int,
-        timeout: float,
+        orders: Orders,
     ) -> None:
         self._session = session
         self._destination = destination
         self._watch = watch
         self._evaluations = evaluations
         self._news = news
-        self._name = name
-        self._weights_only = weights_only
-        self._replace = replace
-        self._most_failures = most_failures
-        self._timeout = timeout
+        self._orders = orders
         self._saved_at: tuple[int, int] | None = None
         self.last = Progress(0, 0.0)
         """Where training was when the last save was started, or where it began."""
@@ -92,7 +79,7 @@ class Saving:
 
     def prepare(self) -> None:
         """Make ready for the first save; see ``Session.prepare``.  Collective."""
-        self._session.prepare(self._weights_only)
+        self._session.prepare(self._orders.weights_only)
 
     def save(
         self, reason: str, epoch: int, *, settled: bool = True, of: Manifest | None = None, overlap: bool = False
@@ -125,23 +112,28 @@ class Saving:
         self._stop_after_failures()
         standings.off_since = off_since if off_since >= 0 else None
         marks = watch.marks() if not suspect else {}
-        save = session.save(
-            self._destination.folder,
-            self._name(epoch),
-            epoch=epoch,
-            reason="; ".join([reason, *(f"{mark}: {why}" for mark, why in marks.items())]),
-            metrics=self._evaluations.metrics() if of is None else of.metrics,
-            settled=settled,
-            weights_only=self._weights_only,
-            replace=self._replace,
+        orders = self._orders
+        facts = session.capture.facts(
+            "; ".join([reason, *(f"{mark}: {why}" for mark, why in marks.items())]),
+            epoch,
+            self._evaluations.metrics() if of is None else of.metrics,
+            weights_only=orders.weights_only,
             labels=(*([LAST_GOOD] if of is not None else []), *marks),
             suspicion=(suspicion or "the loss of another rank is not finite") if suspect else "",
             off_since=standings.off_since,
+        )
+        save = session.save(
+            self._destination.folder,
+            orders.name(epoch),
+            facts,
+            settled=settled,
+            weights_only=orders.weights_only,
+            replace=orders.replace,
             overlap=overlap,
         )
         if save is None:
             session.turns.refused(self._destination.folder)
-            watch.telemetry.skipped += 1
+            watch.skipped()
             return False
         session.turns.began(save)
         watch.started()
@@ -168,7 +160,7 @@ class Saving:
             SaveFailed: it has not, on some rank; on all of them.
         """
         begin = time.monotonic()
-        done = self._session.engine.drain(max(min(self._timeout + OVERDUE, deadline - begin), 0.0))
+        done = self._session.engine.drain(max(min(self._orders.timeout + OVERDUE, deadline - begin), 0.0))
         self.hear()
         hangs, failed = self._session.ranks.any_max(not done, self._saved_at is None)
         if hangs:
@@ -183,7 +175,7 @@ class Saving:
     def _stop_after_failures(self) -> None:
         """Raise on all ranks alike once too many saves in a row have failed."""
         failures = self._session.ranks.any_max(self._session.engine.failures(self._destination.folder))[0]
-        if failures >= self._most_failures:
+        if failures >= self._orders.most_failures:
             raise SaveFailed(
                 f"{failures} saves in a row have failed; the last cause: {self._news.last_error}",
                 hint="Earlier checkpoints are untouched: mend the storage, then start again with ckpt_path='last'.",

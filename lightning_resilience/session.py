@@ -41,7 +41,7 @@ from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.resumption import Resumption
 from lightning_resilience.strategies import family_of
-from lightning_resilience.tiers import LocalTier, local_path
+from lightning_resilience.tiers import LocalTier, is_url, local_path
 from lightning_resilience.turns import Turns
 
 log = logging.getLogger("lightning_resilience")
@@ -74,9 +74,7 @@ class Session:
         self.engine = Engine(self.ranks, memory=memory, timeout=timeout)
         left = MemoryTier(slots.check_memory(memory))
         self.folders: dict[str, Folder] = {}
-        self.between_batches: list[Callable[[int, bool, bool], None]] = []
-        """Called after each batch with its epoch, whether that has ended, and whether no gradients of a half-done
-        accumulation window would be lost now; see ``Doorway.between_batches``."""
+        self._between_batches: list[Callable[[int, bool, bool], None]] = []
         self.preemption = Preemption(self.ranks)
         self.went_back: list[Callable[[Manifest], None]] = []
         """Called on all ranks when a run was taken back to an earlier checkpoint."""
@@ -200,7 +198,7 @@ class Session:
         batches = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
         if batches != self._boundary[0]:
             self._boundary = batches, self._doorway.at_step_boundary()
-        for action in self.between_batches:
+        for action in self._between_batches:
             action(epoch, epoch_ended, self._boundary[1])
         if self.preempted and self._boundary[1]:
             self._stop()
@@ -221,9 +219,19 @@ class Session:
         """Whether all ranks have agreed to stop at the next step boundary."""
         return self.preemption.agreed > 0
 
-    def signal_to_ask(self, action: Callable[[int, bool, bool], None]) -> int:
-        """What ``action``, one of ``between_batches``, has to ask the other ranks with: one of them asks for all."""
-        return self.preemption.wanted(self.save_seconds) if action == self.between_batches[0] else 0
+    def ask_between_batches(self, action: Callable[[int, bool, bool], None]) -> bool:
+        """Call ``action`` after each batch with its epoch, whether that has ended, and whether no gradients of a
+        half-done accumulation window would be lost now; see ``Doorway.between_batches``.
+
+        Returns:
+            Whether it is the one that is to ask the other ranks for their signals, which is enough for all.
+        """
+        self._between_batches.append(action)
+        return len(self._between_batches) == 1
+
+    def signal_to_ask(self) -> int:
+        """What to ask the other ranks with, by the one that asks for all; see ``ask_between_batches``."""
+        return self.preemption.wanted(self.save_seconds)
 
     def stop_before_training(self) -> None:
         """Raise Preempted where any rank was signalled before there is anything to save.  Collective."""
@@ -241,7 +249,7 @@ class Session:
         self._raise_preempted()
 
     def _raise_preempted(self) -> NoReturn:
-        raise self.preemption.stop(self.trainer.global_step, quietly=self._doorway.is_watched)
+        raise self.preemption.stop(self.trainer.global_step, quietly=self._doorway.is_lightnings_child)
 
     def _detach(self, abandoned: bool = False) -> None:
         self.lookup.close()
@@ -282,16 +290,11 @@ class Session:
         self,
         folder: Folder,
         name: str,
+        facts: Facts,
         *,
-        reason: str,
-        metrics: Mapping[str, float],
-        epoch: int,
         settled: bool,
         weights_only: bool = False,
         replace: bool = False,
-        labels: tuple[str, ...] = (),
-        suspicion: str = "",
-        off_since: int | None = None,
         overlap: bool = False,
     ) -> Save | None:
         """Start a save of the Trainer's state as it is now; None where one is under way.
@@ -299,18 +302,12 @@ class Session:
         Args:
             folder: where to.
             name: of the checkpoint.
-            reason: why, for the manifest.
-            metrics: for the manifest.
-            epoch: for the manifest.
+            facts: for the manifest; see ``Capture.facts``.
             settled: whether Lightning is between two batches, with nothing of the last one left to do.
             weights_only: leave out all but the weights.
             replace: whether a checkpoint of that name gives way.
-            labels: for the manifest; rank 0's count.
-            suspicion: why it is not to be resumed from, if it is not; rank 0's counts.
-            off_since: the step since which the loss is off its course, if it is; rank 0's counts.
             overlap: whether a forward and a backward pass follow, and copying may go on meanwhile.
         """
-        facts = self.capture.facts(reason, epoch, metrics, weights_only, labels, suspicion, off_since)
         capture = partial(self.capture.now, weights_only, settled)
         return self.engine.save(folder, name, facts, capture, replace=replace, overlap=overlap)
 
@@ -338,7 +335,7 @@ class Session:
         if storage_options is not None:
             raise TypeError("storage_options is not used: ResilientCheckpoint writes to a folder.")
         text: str = self.ranks.broadcast(os.fspath(filepath))
-        if "://" in text and not text.startswith("file://"):
+        if is_url(text):
             raise SetupError(f"trainer.save_checkpoint takes no URL, but {shown(text)!r} is one.", hint="Use remote=.")
         path = local_path(text).absolute()
         weights_only = "optimizer_states" not in checkpoint
@@ -352,7 +349,7 @@ class Session:
         """In the place of ``Strategy.remove_checkpoint``, for a stock ModelCheckpoint beside ours."""
         path = local_path(os.fspath(filepath)).absolute()
         folder = self.folder(LocalTier(path.parent))
-        if self.ranks.rank == folder.sharing[0] and path.exists():
+        if self.ranks.rank == folder.leader and path.exists():
             folder.tier.remove(path.name)
 
     # -- resuming -----------------------------------------------------------------------------------------------------
@@ -449,9 +446,9 @@ def log_save(save: Save) -> None:
 def manifests_in(folder: Folder, ranks: Ranks) -> dict[str, Manifest]:
     """The committed checkpoints of a folder as its leader lists them, on all ranks; without their files but on rank 0,
     as after a save.  Collective."""
-    found = attempt(lambda: store.list_checkpoints(folder.tier).committed) if ranks.rank == folder.sharing[0] else None
+    found = attempt(lambda: store.list_checkpoints(folder.tier).committed) if ranks.rank == folder.leader else None
     answers = ranks.all_gather(outlined(found) if isinstance(found, dict) else found)
     raise_first([answer for answer in answers if answer is not None])
-    listing: Any = found if ranks.rank == 0 else answers[folder.sharing[0]]
+    listing: Any = found if ranks.rank == 0 else answers[folder.leader]
     assert isinstance(listing, dict)
     return listing

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from lightning_resilience.errors import CheckpointCorrupt, CheckpointIncompatible
-from lightning_resilience.filling import Piece, apart, fill, fill_and_digest, takes_bytes
+from lightning_resilience.filling import Span, fill, fill_and_digest, split_where_bytes_overlap, takes_bytes
 from lightning_resilience.manifest import FileEntry
 from lightning_resilience.store import digest_problem, unreadable
 
@@ -41,14 +41,14 @@ HEAD = 4096
 @dataclass
 class _Copy:
     """An item on its way to its target: from ``begin`` in the file where it lies there as it is, in a tensor of the
-    ``shape`` of its chunk; the ``piece`` that it is where the target takes its bytes as they are."""
+    ``shape`` of its chunk; the ``span`` that it is where the target takes its bytes as they are."""
 
     item: ReadItem
     planner: LoadPlanner
     target: Tensor
     begin: int = 0
     shape: tuple[int, ...] = ()
-    piece: Piece | None = None
+    span: Span | None = None
 
 
 class ShardFile:
@@ -81,7 +81,7 @@ class ShardFile:
         self._weights_only = weights_only
         self._copies: list[_Copy] = []
         self._objects: list[tuple[ReadItem, LoadPlanner]] = []
-        self._filled: set[Piece] = set()
+        self._filled: set[Span] = set()
         with ExitStack() as opened:
             file = opened.enter_context(open(path, "rb", buffering=0)) if plain and wanted else None
             for item, planner in wanted:
@@ -102,7 +102,7 @@ class ShardFile:
         chunk = torch.empty(copy.shape, dtype=entry.properties.dtype, device="meta")
         part = narrow_tensor_by_index(chunk, item.storage_offsets, item.lengths)
         if takes_bytes(part, target):
-            copy.piece = Piece(target, copy.begin + int(part.storage_offset()) * part.itemsize)
+            copy.span = Span(target, copy.begin + int(part.storage_offset()) * part.itemsize)
         return copy
 
     def _entry(self, item: ReadItem) -> TensorStorageMetadata:
@@ -118,6 +118,7 @@ class ShardFile:
         header = head.rfind(_LOCAL_HEADER, 0, max(name, 0))
         if name < 0 or header < 0:
             raise CheckpointCorrupt(f"{self.path}: no tensor at byte {info.offset}.")
+        # A local header of ZIP (APPNOTE 4.3.7): 30 bytes, whose last four are the lengths of name and extra field.
         start = header + 30 + int.from_bytes(head[header + 26 : header + 28], "little")
         start += int.from_bytes(head[header + 28 : header + 30], "little")
         size = math.prod(_stored_sizes(entry, item.storage_index)) * entry.properties.dtype.itemsize
@@ -127,28 +128,28 @@ class ShardFile:
         return begin
 
     @property
-    def pieces(self) -> list[Piece]:
+    def spans(self) -> list[Span]:
         """What takes bytes as they are."""
-        return [copy.piece for copy in self._copies if copy.piece is not None]
+        return [copy.span for copy in self._copies if copy.span is not None]
 
     def fill_and_check(self, entry: FileEntry) -> str | None:
         """Fill what takes bytes as they are, and digest the file on the way; what is wrong with it, if anything."""
-        pieces, _ = apart(self.pieces)
+        spans, _ = split_where_bytes_overlap(self.spans)
         try:
-            digest = fill_and_digest(self.path, pieces)
+            digest = fill_and_digest(self.path, spans)
         except OSError as error:
             return unreadable(entry, error)
-        self._filled.update(pieces)
+        self._filled.update(spans)
         return digest_problem(entry, digest)
 
     def finish(self) -> None:
         """Fill the rest, and hand out the objects."""
-        in_place = [piece for piece in self.pieces if piece.is_in_host_memory and piece not in self._filled]
+        in_place = [span for span in self.spans if span.is_in_host_memory and span not in self._filled]
         if in_place:
             fill(self.path, in_place)
             self._filled.update(in_place)
         for copy in self._copies:
-            if copy.piece not in self._filled and copy.target.numel():
+            if copy.span not in self._filled and copy.target.numel():
                 source = self._mapped_chunk(copy) if self._plain else self._loaded(copy.item)
                 copy.target.copy_(narrow_tensor_by_index(source, copy.item.storage_offsets, copy.item.lengths))
             copy.planner.commit_tensor(copy.item, copy.target)
@@ -204,13 +205,13 @@ def load_trusted(data: bytes, weights_only: bool | None = None) -> Any:
     except pickle.UnpicklingError as error:
         if weights_only:
             raise CheckpointIncompatible(
-                f"The checkpoint holds objects that weights_only=True does not load: {_first_line(error)}",
+                f"The checkpoint holds objects that weights_only=True does not load: {_what_is_refused(error)}",
                 hint="Pass weights_only=False if you trust the checkpoint, or register the type with "
                 "torch.serialization.add_safe_globals.",
             ) from error
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
-def _first_line(error: BaseException) -> str:
+def _what_is_refused(error: BaseException) -> str:
     unsupported = re.search(r"GLOBAL (\S+)", str(error))
     return f"{unsupported.group(1)}." if unsupported else str(error).splitlines()[0]

@@ -26,8 +26,8 @@ import torch
 from lightning_resilience import memory, scratch
 from lightning_resilience.errors import SetupError
 from lightning_resilience.flat import PLAIN, FlatState
-from lightning_resilience.known import Last
 from lightning_resilience.manifest import FileEntry
+from lightning_resilience.memo import Memo
 from lightning_resilience.scratch import Scratch
 from lightning_resilience.shards import Layout, dump_object
 from lightning_resilience.staging import OVERLAPPING, Copies, Staging, copy_at_once
@@ -67,8 +67,8 @@ class Slot:
         self._places: list[int] = []  # of the payloads' values in the state
         self._addressed: list[int] = []  # of their addresses in the state's; the last where there is none
         self._cut: list[int] | None = None  # which payloads are not a whole plain tensor of the state
-        self._behind: Last[list[bool]] = Last()  # which payloads are copied behind the training thread
-        self._chosen: tuple[Collection[str], list[tuple[str, torch.Tensor]]] | None = None
+        self._behind: Memo[list[bool]] = Memo()  # which payloads are copied behind the training thread
+        self._chosen: Memo[list[int]] = Memo()  # which payloads ``tensors`` gives
         self._laying_out = threading.Lock()
         self._state: Literal["new", "laid out", "closed"] = "new"
 
@@ -103,7 +103,7 @@ class Slot:
             self._memory[spot.offset : spot.offset + spot.capacity] = pickled.ljust(spot.capacity, b"\0")
         copies = Copies(self._keys, self._payloads, *self._sources(flat))
         if later:
-            at_once, behind = copies.split(self._behind.get((later,), lambda: _chosen(copies, later)))
+            at_once, behind = copies.split(self._behind.get((later,), lambda: _overlapping(copies, later)))
             if behind.sources:
                 return Staging(at_once, behind)
         copy_at_once(copies)
@@ -150,10 +150,8 @@ class Slot:
 
     def tensors(self, keys: Collection[str]) -> list[tuple[str, torch.Tensor]]:
         """The tensors of those keys, as they were copied."""
-        if self._chosen is None or self._chosen[0] is not keys:
-            named = zip(self._keys, self._payloads, strict=True)
-            self._chosen = keys, [(key, payload) for key, payload in named if key in keys]
-        return list(self._chosen[1])
+        chosen = self._chosen.get((keys,), lambda: [i for i, key in enumerate(self._keys) if key in keys])
+        return [(self._keys[i], self._payloads[i]) for i in chosen]
 
     def populate(self) -> None:
         """Have the kernel map the memory now, and not at the first copy, and lay it out; where it cannot, nothing is
@@ -189,7 +187,6 @@ class Slot:
         self._unpin()
         with self._laying_out:
             self._state = "closed"
-            self._chosen = None
             self._payloads.clear()
         with suppress(BufferError):  # a writer that is still at it keeps the map until it ends
             self._memory.close()
@@ -197,7 +194,7 @@ class Slot:
             shutil.rmtree(self.path, ignore_errors=True)
 
 
-def _chosen(copies: Copies, later: Collection[str]) -> list[bool]:
+def _overlapping(copies: Copies, later: Collection[str]) -> list[bool]:
     """Which may be copied behind the training thread."""
     return [
         name in later and source.device.type in OVERLAPPING

@@ -33,7 +33,7 @@ from lightning_resilience.manifest import (
     newest_first,
 )
 from lightning_resilience.retention import Judgement, Keep, Ranking, judge
-from lightning_resilience.tiers import LocalTier, RestatableTier, Tier, WritableTier
+from lightning_resilience.tiers import LocalTier, RestatableTier, Tier, WritableTier, final_name
 
 log = logging.getLogger("lightning_resilience")
 
@@ -349,7 +349,7 @@ def sweep(tier: WritableTier) -> list[str]:
     for leftover in tier.leftovers():
         if tier.is_held(leftover):
             continue
-        name = leftover.partition(PARTIAL)[0]
+        name = final_name(leftover)
         if PARTIAL in leftover and REMOVED not in leftover and not tier.exists(name) and _is_whole(tier, leftover):
             tier.publish(leftover, name)
             done.append(f"published {name}: it was whole but for its rename")

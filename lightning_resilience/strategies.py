@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import compress
 from operator import is_
 from typing import Any, Protocol
@@ -39,11 +38,9 @@ from torch.optim import Optimizer
 
 from lightning_resilience.errors import CheckpointIncompatible, SetupError
 from lightning_resilience.flat import FlatState, addresses_of
-from lightning_resilience.known import Last
+from lightning_resilience.memo import Memo
 from lightning_resilience.module_state import ModuleState, parameters
 from lightning_resilience.reader import CheckpointReader, Later, Request, canonical, empty
-
-_canonical = lru_cache(None)(canonical)
 
 UNSUPPORTED = {
     "DeepSpeedStrategy": "DeepSpeed keeps its own checkpoint format; use FSDPStrategy or ModelParallelStrategy.",
@@ -118,8 +115,8 @@ class PlainFamily:
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._model = ModuleState()
-        self._identical: Last[frozenset[str]] = Last()
-        self._still: Last[frozenset[str]] = Last()
+        self._identical: Memo[frozenset[str]] = Memo()
+        self._still: Memo[frozenset[str]] = Memo()
 
     @property
     def module(self) -> LightningModule:
@@ -438,7 +435,7 @@ def parameter_names(module: torch.nn.Module, optimizer: Optimizer) -> dict[Tenso
 
 def _names_by_group(module: torch.nn.Module, optimizer: Optimizer) -> list[list[str]]:
     """See ``parameter_names``; of each group, in the order of its parameters."""
-    known = {id(parameter): _canonical(name) for name, parameter in reversed(parameters(module).items())}
+    known = {id(parameter): canonical(name) for name, parameter in reversed(parameters(module).items())}
     return [
         [known.get(id(parameter)) or f"unnamed.{group}.{place}" for place, parameter in enumerate(entry["params"])]
         for group, entry in enumerate(optimizer.param_groups)
@@ -472,13 +469,13 @@ def named_optimizer(module: torch.nn.Module, reader: CheckpointReader, index: in
     by_name = {name: parameter for parameter, name in names.items()}
     in_order = list(names.values())
 
-    parameters = {canonical(name) for name, _ in module.named_parameters()}
+    all_names = {canonical(name) for name, _ in module.named_parameters()}
 
     def allocate(path: tuple[str | int, ...], entry: TensorStorageMetadata) -> Tensor | None:
         name = _name_at(path, in_order)
         parameter = by_name.get(name) if name is not None else None
         if parameter is None:
-            return None if name in parameters else empty(entry)  # of a parameter that is not optimized any more
+            return None if name in all_names else empty(entry)  # of a parameter that is not optimized any more
         if parameter.shape == entry.size and len(entry.size):
             return torch.empty_like(parameter.detach(), dtype=entry.properties.dtype)
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -497,7 +494,7 @@ def named_optimizer(module: torch.nn.Module, reader: CheckpointReader, index: in
                 hint="Configure the optimizer as it was when the checkpoint was saved.",
             )
         numbers = {name: number for number, name in enumerate(in_order)}
-        unknown = saved["state"].keys() - numbers.keys() - parameters
+        unknown = saved["state"].keys() - numbers.keys() - all_names
         state: dict[Any, Any] = {numbers[n]: value for n, value in saved["state"].items() if n in numbers}
         state |= {name: value for name, value in saved["state"].items() if name in unknown}
         live_groups = [

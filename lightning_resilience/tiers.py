@@ -36,6 +36,23 @@ _LEFTOVER = re.compile(
 """Names of what is being saved or removed: any token after ``.ckpt``, which is ours; after other names (people choose
 them for ``trainer.save_checkpoint``) only a token of the very form that we give out."""
 
+
+def partial_name(name: str, token: str = "", number: int = 0) -> str:
+    """What a checkpoint is called until it is whole.
+
+    Args:
+        name: that it will have.
+        token: twelve hexadecimal digits that nobody else has; new ones if empty.
+        number: tells names of one token apart.
+    """
+    return f"{name}{PARTIAL}{token or uuid.uuid4().hex[:12]}-{number}"
+
+
+def final_name(name: str) -> str:
+    """What a checkpoint that may not be whole yet will be called."""
+    return name.partition(PARTIAL)[0]
+
+
 FETCHED = ".fetched-"
 """Marks a file on its way to its place."""
 ABANDONED = 3600
@@ -503,6 +520,11 @@ def _bypass_cache(fd: int, on: bool) -> bool:
     except OSError:
         return False
     return on
+
+
+def is_url(text: str) -> bool:
+    """Whether a path is one of an object store."""
+    return "://" in text and not text.startswith("file://")
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:

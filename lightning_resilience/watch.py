@@ -160,6 +160,14 @@ class Watch:
         self._safe = Progress(save.step, now.seconds - seconds)
         return self.telemetry.of_commit(cost, healthy, time.time(), self._useful.seconds(now.seconds), at_risk)
 
+    def skipped(self) -> None:
+        """A save was not made, or not yet, because another was under way."""
+        self.telemetry.skipped += 1
+
+    def failed(self) -> None:
+        """A save failed."""
+        self.telemetry.failures += 1
+
     def replicated(self, seconds: float, sent: int, lag: float, backlog: int) -> dict[str, float]:
         """A checkpoint got into the cold tier; for loggers."""
         self.telemetry.replicated(sent, lag)

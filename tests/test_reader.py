@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_resilience import filling, shard_file
 from lightning_resilience.errors import CheckpointCorrupt
-from lightning_resilience.filling import DIRECT, Piece
+from lightning_resilience.filling import DIRECT, Span
 from lightning_resilience.manifest import FileEntry, digest
 from lightning_resilience.reader import CheckpointReader
 from test_shards import write
@@ -36,9 +36,9 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     original = filling.fill
 
-    def counted(path: Path, pieces: list[Piece]) -> None:
-        counts.append(len(pieces))
-        original(path, pieces)
+    def counted(path: Path, spans: list[Span]) -> None:
+        counts.append(len(spans))
+        original(path, spans)
 
     monkeypatch.setattr(shard_file, "fill", counted)
     return counts
@@ -97,10 +97,10 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_an_error(tmp_path: Path, m
     write(tmp_path, {"model": {"w": saved}})
     original = filling.fill
 
-    def cut(path: Path, pieces: list[Piece]) -> None:
+    def cut(path: Path, spans: list[Span]) -> None:
         with open(path, "r+b") as file:
             file.truncate(math.ceil(saved.nbytes / 2))
-        original(path, pieces)
+        original(path, spans)
 
     monkeypatch.setattr(shard_file, "fill", cut)
     with pytest.raises(CheckpointCorrupt, match="in the middle of a tensor"):
@@ -123,9 +123,9 @@ def once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     original = filling.fill_and_digest
 
-    def counted(path: Path, pieces: list[Piece]) -> str:
-        counts.append(len(pieces))
-        return original(path, pieces)
+    def counted(path: Path, spans: list[Span]) -> str:
+        counts.append(len(spans))
+        return original(path, spans)
 
     monkeypatch.setattr(shard_file, "fill_and_digest", counted)
     return counts
@@ -159,17 +159,17 @@ def test_blocks_of_any_size_fill_tensors_of_any_size(
     monkeypatch.setattr(filling, "DIRECT", 300)
     content = bytes(torch.randint(0, 256, (5000,), dtype=torch.uint8).numpy())
     (tmp_path / "file").write_bytes(content)
-    for pieces in (
+    for spans in (
         [(0, 5000)],
         [(4999, 1), (0, 1)],
         [(10, 400), (410, 20), (430, 299), (1000, 300), (1300, 3700)],
         [(start, 7) for start in range(0, 4990, 8)],
         [],
     ):
-        targets = [Piece(torch.zeros(size, dtype=torch.uint8), offset) for offset, size in pieces]
+        targets = [Span(torch.zeros(size, dtype=torch.uint8), offset) for offset, size in spans]
         assert filling.fill_and_digest(tmp_path / "file", targets) == digest(content)
-        for piece in targets:
-            assert bytes(piece.target.numpy()) == content[piece.offset : piece.end]
+        for span in targets:
+            assert bytes(span.target.numpy()) == content[span.offset : span.end]
 
 
 def test_memory_of_a_device_is_filled_from_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,12 +177,12 @@ def test_memory_of_a_device_is_filled_from_blocks(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(filling, "BLOCK", 1000)
     saved = torch.randn(70_000).to(torch.bfloat16)
     (tmp_path / "file").write_bytes(b"xyz" + bytes(saved.view(torch.uint8).numpy()))
-    piece = Piece(torch.zeros(70_000, dtype=torch.bfloat16), 3)
-    assert piece.is_read_in_place
-    piece.is_in_host_memory = False
-    assert not piece.is_read_in_place
-    filling.fill_and_digest(tmp_path / "file", [piece])
-    assert torch.equal(piece.target, saved)
+    span = Span(torch.zeros(70_000, dtype=torch.bfloat16), 3)
+    assert span.is_read_in_place
+    span.is_in_host_memory = False
+    assert not span.is_read_in_place
+    filling.fill_and_digest(tmp_path / "file", [span])
+    assert torch.equal(span.target, saved)
 
 
 def test_targets_of_the_same_bytes_all_get_them(tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ class LightningResilience(Route):
             tier = memory.MemoryTier(root)
             tier.look_for(str(self.folder))
             self._find(replace(self.place, memory=tier))
-            assert self.source.shards_in_memory == (self.world_size, self.world_size)
+            assert self.source.origin.in_memory == (self.world_size, self.world_size)
             self._read()
             tier.release()
 

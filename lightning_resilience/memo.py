@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 
-class Last(Generic[T]):
+class Memo(Generic[T]):
     """The last result of a function, and what it depended on."""
 
     def __init__(self) -> None:
