@@ -41,7 +41,6 @@ from lightning_resilience.arguments import (
 from lightning_resilience.destination import Destination, agreed_folder, sibling_folders, tier_at
 from lightning_resilience.divergence import Rollback
 from lightning_resilience.doorway import ANYWHERE
-from lightning_resilience.engine import Committed
 from lightning_resilience.errors import SetupError
 from lightning_resilience.fit import Fit, abandon
 from lightning_resilience.news import Audience
@@ -51,6 +50,7 @@ from lightning_resilience.preemption import check_signals, name_of
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.replication import Replicated
 from lightning_resilience.retention import Keep, Ranking
+from lightning_resilience.saves import Committed
 from lightning_resilience.schedule import Schedule
 from lightning_resilience.session import Session
 from lightning_resilience.standings import best_first

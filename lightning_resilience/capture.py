@@ -13,12 +13,12 @@ from lightning.pytorch import Trainer
 from lightning_resilience import logged, run_state, trainer_state
 from lightning_resilience.data import DataPosition
 from lightning_resilience.doorway import Doorway
-from lightning_resilience.engine import Facts, Snapshot
 from lightning_resilience.errors import SaveFailed
 from lightning_resilience.flat import PLAIN
 from lightning_resilience.manifest import WEIGHTS_ONLY
 from lightning_resilience.ranks import Ranks
 from lightning_resilience.reader import canonical
+from lightning_resilience.saves import Facts, Snapshot
 from lightning_resilience.strategies import Family, raw_optimizer
 
 

@@ -12,12 +12,13 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
 from lightning_resilience import run_state, trainer_state
-from lightning_resilience.engine import Engine, Facts, Folder, Snapshot, no_keys
+from lightning_resilience.engine import Engine
 from lightning_resilience.errors import SaveFailed
 from lightning_resilience.manifest import META, WEIGHTS_ONLY
 from lightning_resilience.ranks import Ranks
 from lightning_resilience.reader import CheckpointReader
 from lightning_resilience.resume import open_explicit
+from lightning_resilience.saves import Facts, Folder, Snapshot, no_keys
 from lightning_resilience.store import list_checkpoints
 from lightning_resilience.tiers import LocalTier, local_path
 

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_resilience.agreement import Agreement
-from lightning_resilience.engine import Folder
 from lightning_resilience.errors import SaveFailed
 from lightning_resilience.evaluations import Evaluations
 from lightning_resilience.orders import Orders
 from lightning_resilience.preemption import name_of
 from lightning_resilience.rollback import SpikeRecovery
+from lightning_resilience.saves import Folder
 from lightning_resilience.saving import Saving
 from lightning_resilience.schedule import Progress
 from lightning_resilience.session import Session

@@ -23,7 +23,6 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_resilience.arguments import check_apart, identity
 from lightning_resilience.doorway import run_folder
-from lightning_resilience.engine import Committed
 from lightning_resilience.errors import SetupError
 from lightning_resilience.manifest import Manifest
 from lightning_resilience.peers import Peers
@@ -31,7 +30,8 @@ from lightning_resilience.ranks import Ranks, raise_first
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.replication import Replicated, Replicator
 from lightning_resilience.retention import Keep, Ranking
-from lightning_resilience.session import Session, manifests_in
+from lightning_resilience.saves import Committed, manifests_in
+from lightning_resilience.session import Session
 from lightning_resilience.standings import Standings
 from lightning_resilience.tiers import LocalTier, is_url, local_path
 

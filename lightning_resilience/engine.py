@@ -22,195 +22,34 @@ is dropped on all of them, nothing of it stays, and the checkpoints before it ar
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection
 from concurrent.futures import wait as wait_for
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-from torch import Tensor
-
-from lightning_resilience import points, retention, store
-from lightning_resilience.errors import ResilienceError, SaveFailed
-from lightning_resilience.flat import FlatState, State
-from lightning_resilience.health import first_not_finite
+from lightning_resilience import store
+from lightning_resilience.errors import SaveFailed
 from lightning_resilience.manifest import (
-    HEALTHY,
-    MANIFEST,
     META,
-    METADATA,
-    OFF_SINCE,
-    PINNED,
-    SUSPECT,
     Manifest,
     rank_file,
 )
+from lightning_resilience.persistence import Job, Persistence, as_save_failed, tell_staged
 from lightning_resilience.planning import Plan, Planner, Prepared
-from lightning_resilience.ranks import Board, Ranks, attempt, raise_first
+from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.retention import Keep, Ranking
+from lightning_resilience.saves import OVERDUE, Facts, Folder, Save, Snapshot
 from lightning_resilience.shards import collector_paused
-from lightning_resilience.slots import Slot, dump_objects
+from lightning_resilience.slots import dump_objects
 from lightning_resilience.staging import Staging
-from lightning_resilience.threads import give_way
-from lightning_resilience.tiers import LocalTier, Ready, is_there, partial_name
-from lightning_resilience.verdict import Report, Verdict, describe
+from lightning_resilience.tiers import LocalTier
 
 log = logging.getLogger("lightning_resilience")
-
-
-OVERDUE = 60.0
-"""Seconds after its deadline at which a save that has not even failed is spoken of."""
-
-
-Keys: TypeAlias = Callable[[FlatState], Collection[str]]
-"""Gives some of the keys of a flat state."""
-
-
-def no_keys(_: FlatState) -> Collection[str]:
-    """No keys."""
-    return ()
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What a save copies: references to the live state, and what is already serialised.
-
-    Args:
-        state: nested tensors and objects, as DCP takes them; this rank's part.
-        identical: gives the keys of plain tensors that all ranks hold bit for bit, of the flat state.
-        meta: content of ``meta.pt``, of which rank 0's is written; or why there is no_keys, which drops the save.
-        rank_state: content of this rank's own file.
-        trained: gives the keys of the parameters, which must be finite in a checkpoint to resume from.
-        still: gives the keys of tensors that nothing but an optimizer's step changes.
-    """
-
-    state: State
-    identical: Keys
-    meta: bytes | Exception
-    rank_state: bytes
-    trained: Keys = no_keys
-    still: Keys = no_keys
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What the manifest says of a save beside its files; rank 0's are written.  With a ``suspicion`` a run does not
-    resume from it; ``off_since`` is the step since which the loss is off its course."""
-
-    step: int
-    epoch: int
-    reason: str
-    strategy: str
-    suspicion: str = ""
-    labels: tuple[str, ...] = ()
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
-    off_since: int | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Folder:
-    """A tier as this rank sees it: which ranks share it, and the rule of what it keeps."""
-
-    tier: LocalTier | RemoteTier
-    sharing: tuple[int, ...]
-    leaders: tuple[int, ...]
-    keep: Keep | None = None
-    ranking: Ranking | None = None
-    link: str | None = None
-    remote_keep: Keep | None = None
-
-    @property
-    def leader(self) -> int:
-        """The rank that acts for all that share it."""
-        return self.sharing[0]
-
-    def lead_to(self, name: str) -> None:
-        """Let the link, where there is one, point to a checkpoint.  For leaders; a link is worth no failed save."""
-        if self.link is not None:
-            try:
-                self.tier.point(self.link, name)
-            except OSError as error:
-                log.warning("event=link folder=%s error=%r", self.tier.where(), error)
-
-
-@dataclass
-class Save:
-    """One save under way: futures for its stages, and how long they took in seconds: ``stall`` of the training thread,
-    ``stage`` of copying, also behind it, and ``persist`` of writing, which goes on beside that."""
-
-    step: int
-    attempt: int
-    sequence: int
-    folder: Folder
-    facts: Facts
-    staged: Future[None] = field(default_factory=Future)
-    committed: Future[Committed] = field(default_factory=Future)
-    began: float = field(default_factory=time.perf_counter)
-    stall: float = 0.0
-    stage: float = 0.0
-    persist: float = 0.0
-    seconds: float = 0.0
-    """How long it took from its beginning to the commit."""
-
-    def wait(self, seconds: float | None = None) -> Committed:
-        """Block until it is committed.
-
-        Raises:
-            SaveFailed: it was dropped, or is not done after ``seconds``.
-        """
-        if not wait_for([self.committed], seconds).done:
-            raise SaveFailed(f"The save of step {self.step} is not done after {seconds:.0f} s.", step=self.step)
-        return self.committed.result()
-
-
-@dataclass(frozen=True)
-class Committed:
-    """A checkpoint that exists: its ``path`` (a text with its URL where there is no folder) and ``manifest``, on ranks
-    other than 0 without the files."""
-
-    path: Path | str
-    manifest: Manifest
-
-    @property
-    def name(self) -> str:
-        """Last component of the path."""
-        return os.path.basename(self.path)
-
-
-@dataclass
-class _Job:
-    """What the training thread hands to the background: the bytes of each file, or why there are none."""
-
-    save: Save
-    name: str
-    replace: bool
-    files: dict[str, Any] = field(default_factory=dict)
-    ready: dict[str, Ready] = field(default_factory=dict)
-    metadata: Callable[[], bytes] | None = None
-    parameters: list[tuple[str, Tensor]] = field(default_factory=list)
-    slot: Slot | None = None
-    staging: Staging | None = None
-    error: BaseException | None = None
-    dropped: bool = False
-
-    def release(self) -> None:
-        """Refer to no slot any more."""
-        self.staging = None
-        self.files.clear()
-        self.ready.clear()
-        self.parameters.clear()
-        self.slot = None
 
 
 class Engine:
@@ -235,15 +74,11 @@ class Engine:
         self._planner = Planner(ranks, memory)
         self._in_flight: Save | None = None
         self._staging: Staging | None = None  # of the save in flight, until the slot holds everything
-        self.overlaps = True
-        """Whether staging goes on behind the training thread where a save allows it."""
+        self._persistence = Persistence(ranks, timeout)
         self._attempts = 0
         self._finished: queue.SimpleQueue[Save] = queue.SimpleQueue()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._board: Board | None = None
-        self._verdict: Verdict | None = None
-        self._copied = "", b""  # the digest and content of the ``.metadata`` that was taken over last
 
     # -- folders ------------------------------------------------------------------------------------------------------
 
@@ -351,17 +186,17 @@ class Engine:
         self.sequence += 1
         save = self._in_flight = Save(facts.step, self._attempts, self.sequence, folder, facts, began=begin)
         # Behind a URL nothing gives way in one step, so the new one gets a version there.
-        job = _Job(save, name, replace and isinstance(folder.tier, LocalTier))
+        job = Job(save, self.run, name, replace and isinstance(folder.tier, LocalTier))
         try:
             with collector_paused():
-                self._stage(job, snapshot, overlap and self.overlaps)
+                self._stage(job, snapshot, overlap and self._persistence.overlaps)
             if job.staging is not None:
                 job.staging.start()  # last: from here on its thread and this one take turns
         except Exception as error:
             job.error = error
         else:
             if job.staging is None:
-                _tell_staged(save)
+                tell_staged(save)
         save.stall = time.perf_counter() - begin
         self._submit(partial(self._see_through, job))
         return save
@@ -402,7 +237,7 @@ class Engine:
                 return
         self._submit(partial(self._finish, plan))
 
-    def _stage(self, job: _Job, snapshot: Snapshot, overlap: bool) -> None:
+    def _stage(self, job: Job, snapshot: Snapshot, overlap: bool) -> None:
         prepared = attempt(lambda: self._prepare(snapshot))
         unprepared = isinstance(prepared, BaseException)
         outgrown = not isinstance(prepared, BaseException) and prepared.objects is None
@@ -499,13 +334,13 @@ class Engine:
         except Exception as error:
             log.warning("event=prepare error=%r", error)
 
-    def _see_through(self, job: _Job) -> None:
+    def _see_through(self, job: Job) -> None:
         """Bring a save to its end, whichever that is, and tell of it."""
         save, begin = job.save, time.perf_counter()
         try:
-            committed = self._persist(job)
+            committed = self._persistence.persist(job)
         except BaseException as error:
-            self._give_up(job, _as_save_failed(error, save.step, self.ranks.rank))
+            self._give_up(job, as_save_failed(error, save.step, self.ranks.rank))
             return
         self._failures[save.folder] = 0
         job.release()
@@ -515,7 +350,7 @@ class Engine:
         save.committed.set_result(committed)
         self._planner.map_rest()
 
-    def _give_up(self, job: _Job, failure: SaveFailed) -> None:
+    def _give_up(self, job: Job, failure: SaveFailed) -> None:
         save = job.save
         self._failures[save.folder] = self.failures(save.folder) + 1
         try:
@@ -528,158 +363,6 @@ class Engine:
                 save.staged.set_exception(failure)
             self._finished.put(save)
             save.committed.set_exception(failure)
-
-    def _look_at_staged(self, job: _Job) -> str | None:
-        """Once the slot holds everything: the first parameter that is not finite.
-
-        Raises:
-            SaveFailed: the slot does not hold what it should.
-        """
-        staging = job.staging
-        if staging is not None:
-            job.error = staging.wait(self.timeout)
-            job.save.stage += staging.seconds
-            if staging.changed is not None and self.overlaps:
-                self.overlaps = False
-                why = f"{staging.changed} was changed outside of an optimizer's step: all is copied at once from now on"
-                log.warning("event=overlap rank=%d reason=%r", self.ranks.rank, why)
-            if job.error is not None:
-                raise job.error
-            _tell_staged(job.save)
-        return first_not_finite(job.parameters)
-
-    def _persist(self, job: _Job) -> Committed:
-        """Write this rank's files, then see the save through to its verdict."""
-        if self._board is None:
-            self._board = self.ranks.board()
-        save, rank = job.save, self.ranks.rank
-        tier, leads = save.folder.tier, rank in save.folder.leaders
-        if isinstance(tier, LocalTier):  # a client of a store may start threads that its other users share
-            give_way()
-        prefix = f"{self.ranks.session}/{save.attempt}"
-        verdict = Verdict(self._board, prefix, self.ranks, save.folder.leaders, self.timeout)
-        if self._verdict is not None and rank == 0:
-            self._verdict.clear()  # there would be no save now if any rank was not done with the one before
-        self._verdict = verdict
-        unfinished = name = ""
-        whole: Manifest | None = None
-        with ExitStack() as hold:
-            try:
-                if job.error is not None:
-                    raise job.error
-                if not job.dropped:
-                    points.reach("persist.begin")
-                    if rank == 0:
-                        verdict.name(self._claim_name(job))
-                    unfinished = partial_name(verdict.wait_name(), self.ranks.session, save.attempt)
-                    tier.begin(unfinished)
-                    hold.enter_context(tier.hold(unfinished))
-                    if job.metadata is not None:
-                        job.files[METADATA] = job.metadata()
-                    verdict.report(self._write(job, unfinished))
-                verdict.wait_reports()
-                name = verdict.wait_name()
-                if leads:
-                    whole = self._commit(job, verdict, unfinished, name)
-                outline = verdict.wait_commit()
-            except BaseException as error:
-                failure, dropped = verdict.fail("stage" if job.error is not None else "persist", error)
-                if dropped and unfinished:
-                    tier.withdraw(unfinished, {*job.files, MANIFEST, META, METADATA} if leads else job.files)
-                if dropped and leads and name:
-                    self._retract(save, name)
-                if failure is error:
-                    raise
-                raise failure from error
-        if leads and outline.health == HEALTHY:
-            save.folder.lead_to(name)
-        known = whole if whole is not None else outline
-        return Committed(tier.path(name) if isinstance(tier, LocalTier) else tier.where(name), known)
-
-    def _claim_name(self, job: _Job) -> str:
-        """As rank 0: the name that a checkpoint gets.  One that is pinned gives way to none that is not: people pin, by
-        hand or by ``trainer.save_checkpoint``, and only they take it back."""
-        tier, is_pinned = job.save.folder.tier, PINNED in job.save.facts.labels
-        gives_way = job.replace and (is_pinned or not store.is_pinned(tier, job.name))
-        name = job.name if gives_way else store.free_name(job.name, tier.exists)
-        tier.claim(name)
-        return name
-
-    def _retract(self, save: Save, name: str) -> None:
-        """Take back a checkpoint that this rank published and that was dropped all the same, for all to agree."""
-        tier = save.folder.tier
-        with suppress(OSError, ResilienceError):
-            manifest = store.read_manifest(tier, name)
-            if (manifest.run, manifest.sequence) == (self.run, save.sequence):
-                tier.remove(name)
-
-    def _write(self, job: _Job, partial: str) -> Report:
-        """Write this rank's files as they come into being, and look at its parameters meanwhile."""
-        tier, rank = job.save.folder.tier, self.ranks.rank
-        with ThreadPoolExecutor(1, "resilience-check") as pool:
-            unsound = pool.submit(self._look_at_staged, job)
-            try:
-                written = [
-                    tier.write(partial, file, data, rank, job.ready.get(file, is_there))
-                    for file, data in job.files.items()
-                ]
-                tier.sync(partial)
-            finally:
-                unsound.result()  # what went wrong with the copy says more than what comes of it
-        if job.slot is not None:
-            job.slot.note(written, job.files)
-        points.reach("persist.end")
-        return Report(written, unsound.result())
-
-    def _commit(self, job: _Job, verdict: Verdict, partial: str, name: str) -> Manifest | None:
-        """As leader of a folder: the manifest, then the rename.  Rank 0, which knows it, goes last, so that its word
-        covers every folder."""
-        save, tier = job.save, job.save.folder.tier
-        others = [leader for leader in save.folder.leaders if leader != 0]
-        if self.ranks.rank != 0:
-            content, metadata = verdict.take_over()
-            if metadata != self._copied[0]:  # it is the same save after save, and of all ranks together
-                self._copied = metadata, verdict.copy(METADATA)
-            tier.write(partial, META, verdict.copy(META))
-            tier.write(partial, METADATA, self._copied[1])
-            store.commit(tier, partial, name, content, replace=job.replace)
-            verdict.folder_done()
-            return None
-        manifest = self._manifest(save, verdict.reports())
-        if others:
-            verdict.hand_over(manifest, {file: bytes(job.files[file]) for file in (META, METADATA)})
-            for leader in others:
-                verdict.wait_folder(leader)
-        store.commit(tier, partial, name, manifest, replace=job.replace)
-        verdict.commit(manifest)
-        return manifest
-
-    def _manifest(self, save: Save, reports: list[Report]) -> Manifest:
-        facts, folder = save.facts, save.folder
-        unsound = [report.unsound for report in reports if report.unsound is not None]
-        extra: dict[str, Any] = {}
-        if folder.keep is not None:
-            extra["retention"] = retention.stated(folder.keep, folder.remote_keep, folder.ranking)
-        if facts.off_since is not None:
-            extra[OFF_SINCE] = facts.off_since
-        if suspicion := [*filter(None, [facts.suspicion]), *(f"{name} is not finite" for name in unsound[:1])]:
-            extra["suspicion"] = "; ".join(suspicion)
-        return Manifest(
-            run=self.run,
-            step=facts.step,
-            epoch=facts.epoch,
-            created=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            reason=facts.reason,
-            files=tuple(entry for report in reports for entry in report.files),
-            sequence=save.sequence,
-            health=SUSPECT if suspicion else HEALTHY,
-            labels=facts.labels,
-            world_size=self.ranks.world_size,
-            strategy=facts.strategy,
-            metrics=facts.metrics,
-            versions=facts.versions,
-            extra=extra,
-        )
 
     def _retain(self, save: Save) -> None:
         folder = save.folder
@@ -696,17 +379,3 @@ def _guarded(job: Callable[[], None]) -> None:
         job()
     except BaseException as error:
         log.warning("event=background error=%r", error)
-
-
-def _tell_staged(save: Save) -> None:
-    save.staged.set_result(None)
-    points.reach("staged")
-
-
-def _as_save_failed(error: BaseException, step: int, rank: int) -> SaveFailed:
-    message = f"The save of step {step} was dropped: {describe(error)}"
-    of_rank = error.rank if isinstance(error, SaveFailed) else rank
-    stage = error.stage if isinstance(error, SaveFailed) else ""
-    failure = SaveFailed(message, step=step, rank=of_rank, stage=stage, hint=getattr(error, "hint", ""))
-    failure.__cause__ = error
-    return failure

@@ -23,7 +23,7 @@ from lightning_resilience import store
 from lightning_resilience.arguments import identity
 from lightning_resilience.attempts import Attempts, crash_loop, tried_in_vain
 from lightning_resilience.doorway import Doorway
-from lightning_resilience.engine import Engine, Folder
+from lightning_resilience.engine import Engine
 from lightning_resilience.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointUncommitted
 from lightning_resilience.heal import make_whole
 from lightning_resilience.manifest import MANIFEST, Manifest
@@ -33,6 +33,7 @@ from lightning_resilience.places import Needs, Place, Source
 from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.resume import Search, find_last, open_explicit, open_with_copies
+from lightning_resilience.saves import Folder
 from lightning_resilience.scratch import Scratch
 from lightning_resilience.tiers import LocalTier, is_url, local_path
 

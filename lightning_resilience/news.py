@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_resilience.destination import Destination
-from lightning_resilience.engine import Committed, Save
 from lightning_resilience.manifest import HEALTHY
 from lightning_resilience.replication import Replicated
+from lightning_resilience.saves import Committed, Save, log_save
 from lightning_resilience.schedule import Progress
-from lightning_resilience.session import Session, log_save
+from lightning_resilience.session import Session
 from lightning_resilience.watch import Watch
 
 log = logging.getLogger("lightning_resilience")

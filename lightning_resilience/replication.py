@@ -35,12 +35,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_resilience import store
-from lightning_resilience.engine import Folder
 from lightning_resilience.errors import CheckpointCorrupt, ResilienceError, TierUnavailable
 from lightning_resilience.manifest import HEALTHY, PARTIAL, FileEntry, Manifest, Outline, outlined
 from lightning_resilience.ranks import Board, Ranks, attempt
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.retention import Keep, Ranking, judge
+from lightning_resilience.saves import Folder
 from lightning_resilience.tiers import LocalTier
 from lightning_resilience.verdict import describe
 

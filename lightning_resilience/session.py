@@ -23,7 +23,7 @@ from lightning_resilience.attempts import restarts_left
 from lightning_resilience.capture import Capture
 from lightning_resilience.data import DataPosition
 from lightning_resilience.doorway import Doorway
-from lightning_resilience.engine import OVERDUE, Engine, Facts, Folder, Save, Snapshot
+from lightning_resilience.engine import Engine
 from lightning_resilience.errors import (
     CheckpointCorrupt,
     ResilienceError,
@@ -32,14 +32,15 @@ from lightning_resilience.errors import (
 )
 from lightning_resilience.lookup import Lookup
 from lightning_resilience.loops import Loops
-from lightning_resilience.manifest import PINNED, Manifest, newest_first, outlined
+from lightning_resilience.manifest import PINNED, Manifest, newest_first
 from lightning_resilience.memory import MemoryTier
 from lightning_resilience.objects import shown
 from lightning_resilience.places import Source
 from lightning_resilience.preemption import Preempted, Preemption, slurm_end
-from lightning_resilience.ranks import Ranks, attempt, raise_first
+from lightning_resilience.ranks import Ranks
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.resumption import Resumption
+from lightning_resilience.saves import OVERDUE, Facts, Folder, Save, Snapshot, log_save
 from lightning_resilience.strategies import family_of
 from lightning_resilience.tiers import LocalTier, is_url, local_path
 from lightning_resilience.turns import Turns
@@ -427,28 +428,3 @@ class Session:
     def skip_batches(self, count: int) -> int:
         """Leave out training batches of this epoch, its last one excepted; how many of ``count`` are left to do."""
         return self._doorway.skip_batches(count)
-
-
-def log_save(save: Save) -> None:
-    """One line for a save that was committed."""
-    committed = save.committed.result()
-    log.info(
-        "event=save step=%d name=%s bytes=%d stall=%.3f persist=%.3f reason=%r",
-        save.step,
-        committed.name,
-        committed.manifest.size,
-        save.stall,
-        save.persist,
-        committed.manifest.reason,
-    )
-
-
-def manifests_in(folder: Folder, ranks: Ranks) -> dict[str, Manifest]:
-    """The committed checkpoints of a folder as its leader lists them, on all ranks; without their files but on rank 0,
-    as after a save.  Collective."""
-    found = attempt(lambda: store.list_checkpoints(folder.tier).committed) if ranks.rank == folder.leader else None
-    answers = ranks.all_gather(outlined(found) if isinstance(found, dict) else found)
-    raise_first([answer for answer in answers if answer is not None])
-    listing: Any = found if ranks.rank == 0 else answers[folder.leader]
-    assert isinstance(listing, dict)
-    return listing

@@ -8,7 +8,7 @@ Every rank keeps the same line, because saves are begun and refused on all of th
 
 from __future__ import annotations
 
-from lightning_resilience.engine import Folder, Save
+from lightning_resilience.saves import Folder, Save
 
 
 class Turns:

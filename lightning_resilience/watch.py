@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_resilience.divergence import Course
-from lightning_resilience.engine import Save
 from lightning_resilience.ledger import CLEAN, History, Ledger
 from lightning_resilience.losses import LossStream
 from lightning_resilience.manifest import HEALTHY, Manifest
+from lightning_resilience.saves import Save
 from lightning_resilience.schedule import Progress, Schedule
 from lightning_resilience.telemetry import Cost, Telemetry, before
 from lightning_resilience.useful import Useful

