@@ -1,24 +1,23 @@
-"""One checkpoint, made whole: every byte is checked, and what a folder lacks is brought to it.
+"""One checkpoint, made whole: its files are checked (see ``inspection``), and what a folder lacks is brought to it.
 
-Ranks share the checking, each file by one rank of each folder, by size and digest; or the digests of shards are left
-to be taken while they are read.  What a killed process left in the memory of a node is read there.  What a folder
-lacks comes from memory, where folders are node-local from a node that has it, and otherwise from the cold tier.
+Files are checked by size and digest; or the digests of shards are left to be taken while they are read.  What a killed
+process left in the memory of a node is read there.  What a folder lacks comes from memory, where folders are node-local
+from a node that has it, and otherwise from the cold tier.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_resilience import memory, store
+from lightning_resilience import store
 from lightning_resilience.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointUncommitted
+from lightning_resilience.inspection import Found, look, needed, recall
 from lightning_resilience.manifest import META, METADATA, SHARD, FileEntry, Manifest
-from lightning_resilience.memory import MemoryTier
-from lightning_resilience.places import Needs, Origin, Place, Source
+from lightning_resilience.places import Needs, Place, Source
 from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.tiers import LocalTier, final_name, partial_name
@@ -70,9 +69,9 @@ def make_whole(
     assert isinstance(spot, _Spot)
     spot = replace(spot, manifest=spot.manifest or manifest)
     by_size = {entry.path for entry in manifest if reading_checks and entry.path.endswith(SHARD)}
-    recalled, unchecked = _recall(ranks, place.memory, manifest, by_size)
+    recalled, unchecked = recall(ranks, place.memory, manifest, by_size)
     source = Source(tier, spot.work, spot.manifest, copies=tuple(copies or ()), in_memory=recalled[ranks.rank])
-    found = _look(ranks, place, source, recalled, by_size)
+    found = look(ranks, place, source, recalled, by_size)
     if (lost := found.lost) and not copies:
         raise CheckpointCorrupt(f"{name} is damaged: {'; '.join(lost.values())}.", problems=tuple(lost.values()))
     with ExitStack() as held:
@@ -81,7 +80,7 @@ def make_whole(
         fetched = _bring(ranks, place, source, found, small)
         mine = manifest.paths - small
         if needs is not None and not found.is_everywhere and len(place.sharing) < ranks.world_size:
-            mine &= _needed(ranks, place, manifest, lambda: needs(source))
+            mine &= needed(ranks, place, manifest, lambda: needs(source))
         fetched += _bring(ranks, place, source, found, mine)
         raise_first(ranks.gathered(lambda: spot.finish(tier) if leads else None))
     origin = found.origin(manifest, sum(ranks.all_gather(fetched)))
@@ -163,169 +162,7 @@ def _spot(tier: LocalTier, name: str, manifest: Manifest) -> _Spot:
     return _Spot(free, partial_name(free), alone)
 
 
-def _recall(
-    ranks: Ranks, tier: MemoryTier | None, manifest: Manifest, by_size: Collection[str]
-) -> tuple[list[Mapping[str, Path]], dict[Path, FileEntry]]:
-    """Where each rank finds files of a checkpoint, whole, in the memory of its node; read by one of its ranks each.
-    And which of them, checked ``by_size`` alone, are this rank's to digest.  Collective."""
-    nothing: list[Mapping[str, Path]] = [{}] * ranks.world_size
-    if tier is None:
-        return nothing, {}
-    claims = tier.claims(manifest)
-    everyone = ranks.all_gather((tier.node, frozenset(claims)))
-    if not any(files for _, files in everyone):
-        return nothing, {}
-    neighbours = [rank for rank, (node, _) in enumerate(everyone) if node == tier.node]
-    mine = {}
-    for entry in manifest:
-        able = [rank for rank in neighbours if entry.path in everyone[rank][1]]
-        if able and able[entry.rank % len(able)] == ranks.rank:
-            mine[entry.path] = memory.whole(entry, claims[entry.path], by_size=entry.path in by_size)
-    checked = ranks.all_gather({file: path for file, path in mine.items() if path is not None})
-    of_nodes: dict[tuple[object, ...], dict[str, Path]] = {}
-    for (node, _), files in zip(everyone, checked, strict=True):
-        of_nodes.setdefault(node, {}).update(files)
-    unchecked = {path: entry for entry in manifest if entry.path in by_size and (path := mine.get(entry.path))}
-    return [of_nodes[node] for node, _ in everyone], unchecked
-
-
-@dataclass(frozen=True)
-class _Some:
-    """Some of many files as ranks tell each other of them: by their numbers, or by those of the others where these are
-    fewer.  A node's folder has its own ranks' files, or nearly all, so the numbers that all nodes tell are about as
-    many as there are files, and not for each node as many."""
-
-    numbers: tuple[int, ...]
-    are_the_others: bool
-
-    @classmethod
-    def of(cls, chosen: set[int], among: Sequence[int]) -> _Some:
-        """``chosen`` out of ``among``."""
-        others = [number for number in among if number not in chosen]
-        if len(others) < len(chosen):
-            return cls(tuple(others), True)
-        return cls(tuple(chosen), False)
-
-    def out_of(self, among: Sequence[int]) -> Iterable[int]:
-        """Which of ``among`` they are."""
-        return set(among).difference(self.numbers) if self.are_the_others else self.numbers
-
-
-def _needed(ranks: Ranks, place: Place, manifest: Manifest, needs: Callable[[], set[str]]) -> set[str]:
-    """Names of the files that the ranks of this folder read.  Collective."""
-    every = range(len(manifest.files))
-
-    def ask() -> _Some:
-        names = needs()
-        return _Some.of({number for number in every if manifest.files[number].path in names}, every)
-
-    told: list[Any] = ranks.gathered(ask)
-    raise_first(told)
-    return {manifest.files[number].path for rank in place.sharing for number in told[rank].out_of(every)}
-
-
-@dataclass
-class _Found:
-    """Where the files of a checkpoint are: of each, a rank ``holding`` it whole, in its folder or in memory; those that
-    this rank's folder is ``lacking``, those that nobody has (``lost``), and why not; whether each folder has them all;
-    which are read ``in_memory``, which in a folder; and those in its folder that this rank has yet to digest."""
-
-    holding: dict[str, int] = field(default_factory=dict)
-    lacking: set[str] = field(default_factory=set)
-    lost: dict[str, str] = field(default_factory=dict)
-    is_everywhere: bool = True
-    in_memory: set[str] = field(default_factory=set)
-    in_folders: set[str] = field(default_factory=set)
-    unchecked: set[str] = field(default_factory=set)
-
-    def origin(self, manifest: Manifest, fetched: int) -> Origin:
-        """Where the files are read, once some bytes of them are ``fetched`` from the cold tier."""
-        shards = [entry for entry in manifest if entry.path.endswith(SHARD)]
-        writers = {entry.rank for entry in shards}
-        elsewhere = {entry.rank for entry in shards if entry.path not in self.in_memory - self.in_folders}
-        return Origin((len(writers - elsewhere), len(writers)), bool(self.in_folders), fetched)
-
-
-@dataclass(frozen=True)
-class _Checked:
-    """What a rank tells of its share of the files: which ones its folder has whole (``leader`` is the first of those
-    that share it), and what is wrong with others that are there."""
-
-    leader: int
-    whole: _Some
-    damaged: dict[str, str]
-
-
-def _look(
-    ranks: Ranks,
-    place: Place,
-    source: Source,
-    recalled: Sequence[Mapping[str, Path]],
-    by_size: Collection[str] = (),
-) -> _Found:
-    """Check the files of a checkpoint in every folder, shared out over the ranks that share it, some ``by_size`` alone.
-    Collective.
-
-    What all of them read in memory is not read in the folder, which must have it all the same: memory goes.
-    """
-    assert source.manifest is not None
-    files, leader = source.manifest.files, place.leader
-
-    def is_recalled(file: str, sharing: Sequence[int]) -> bool:
-        return all(file in recalled[rank] for rank in sharing)
-
-    def problem_of(entry: FileEntry) -> str | None:
-        if is_recalled(entry.path, place.sharing):
-            return None if place.passing else store.size_problem(source.tier, source.name, entry)
-        check = store.size_problem if entry.path in by_size else store.content_problem
-        return check(source.tier, source.name, entry)
-
-    def check() -> _Checked:
-        mine = _shared_out(files, place.sharing)[ranks.rank]
-        problems = {number: problem for number in mine if (problem := problem_of(files[number])) is not None}
-        damaged = {files[number].path: why for number, why in problems.items() if why != store.missing(files[number])}
-        return _Checked(leader, _Some.of(set(mine).difference(problems), mine), damaged)
-
-    told: list[Any] = ranks.gathered(check)
-    raise_first(told)
-    folders: dict[int, list[int]] = {}
-    for rank, checked in enumerate(told):
-        folders.setdefault(checked.leader, []).append(rank)
-    found, damaged = _Found(), dict[str, str]()
-    for rank, paths in enumerate(recalled):
-        for file in paths:
-            found.holding.setdefault(file, rank)
-            found.in_memory.add(file)
-    for folder, sharing in folders.items():
-        whole: set[str] = set()
-        for rank, share in _shared_out(files, sharing).items():
-            of_rank = {files[number].path for number in told[rank].whole.out_of(share)}
-            whole |= of_rank
-            damaged |= told[rank].damaged
-            if rank == ranks.rank:
-                found.unchecked = {file for file in of_rank.intersection(by_size) if not is_recalled(file, sharing)}
-        for file in whole:
-            found.holding.setdefault(file, folder)
-            if not is_recalled(file, sharing):
-                found.in_folders.add(file)
-        if folder == leader:
-            found.lacking = source.manifest.paths - whole
-        found.is_everywhere &= len(whole) == len(files)
-    nobody = [entry for entry in files if entry.path not in found.holding]
-    found.lost = {entry.path: damaged.get(entry.path, store.missing(entry)) for entry in nobody}
-    return found
-
-
-def _shared_out(files: Sequence[FileEntry], sharing: Sequence[int]) -> dict[int, list[int]]:
-    """The numbers of the files that each of the ranks which share a folder checks: those that it reads itself, as long
-    as the ranks are those that wrote them."""
-    shares: dict[int, list[int]] = {rank: [] for rank in sharing}
-    for number, entry in enumerate(files):
-        shares[sharing[entry.rank % len(sharing)]].append(number)
-    return shares
-
-
-def _bring(ranks: Ranks, place: Place, source: Source, found: _Found, files: Collection[str]) -> int:
+def _bring(ranks: Ranks, place: Place, source: Source, found: Found, files: Collection[str]) -> int:
     """Bring this rank's folder those of ``files`` that it lacks.  Collective, with other files in each folder.
 
     Returns:

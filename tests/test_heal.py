@@ -15,7 +15,8 @@ import pytest
 import torch.distributed as dist
 
 from forks import run_forks
-from lightning_resilience.heal import _Found, _look, _Some
+from lightning_resilience import inspection
+from lightning_resilience.inspection import Found, Some
 from lightning_resilience.places import Place, Source
 from lightning_resilience.ranks import Ranks, attempt
 from lightning_resilience.resume import find_last
@@ -125,11 +126,11 @@ def look(root: Path, nodes: int, files: dict[str, bytes], of_node: Callable[[int
         for file in of_node(node):
             shutil.copy(whole.path(name, file), folder / file)
 
-    def one(rank: int) -> _Found:
+    def one(rank: int) -> Found:
         first = rank // 2 * 2
         place = Place(LocalTier(root / str(rank // 2)), (first, first + 1))
         source = Source(place.tier, name, manifest)
-        return _look(OneOfMany(crowd, rank), place, source, [{}] * crowd.size)  # type: ignore[arg-type]
+        return inspection.look(OneOfMany(crowd, rank), place, source, [{}] * crowd.size)  # type: ignore[arg-type]
 
     with ThreadPoolExecutor(crowd.size) as pool:
         return list(pool.map(one, range(crowd.size))), crowd.told
@@ -159,7 +160,7 @@ def test_what_nodes_tell_of_their_files_does_not_grow_with_nodes_times_files(tmp
 def test_files_are_told_of_by_their_numbers_or_by_those_of_the_others() -> None:
     share = range(3, 30, 3)
     for chosen in (set(), {6}, {3, 6, 9, 27}, set(share) - {12}, set(share)):
-        some = _Some.of(chosen, share)
+        some = Some.of(chosen, share)
         assert set(some.out_of(share)) == chosen
         assert len(some.numbers) <= len(share) // 2
 
