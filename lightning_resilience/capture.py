@@ -16,10 +16,11 @@ from lightning_resilience.doorway import Doorway
 from lightning_resilience.errors import SaveFailed
 from lightning_resilience.flat import PLAIN
 from lightning_resilience.manifest import WEIGHTS_ONLY
+from lightning_resilience.named_optimizers import raw_optimizer
+from lightning_resilience.names import canonical
 from lightning_resilience.ranks import Ranks
-from lightning_resilience.reader import canonical
 from lightning_resilience.saves import Facts, Snapshot
-from lightning_resilience.strategies import Family, raw_optimizer
+from lightning_resilience.strategies import Family
 
 
 class Capture:

@@ -15,6 +15,7 @@ from lightning_resilience import run_state, trainer_state
 from lightning_resilience.engine import Engine
 from lightning_resilience.errors import SaveFailed
 from lightning_resilience.manifest import META, WEIGHTS_ONLY
+from lightning_resilience.named_optimizers import read_numbered
 from lightning_resilience.ranks import Ranks
 from lightning_resilience.reader import CheckpointReader
 from lightning_resilience.resume import open_explicit
@@ -89,7 +90,7 @@ class ResilientCheckpointIO(CheckpointIO):
         reader = CheckpointReader(source.locate, plain=trusted, weights_only=weights_only)
         checkpoint = trainer_state.load(source.locate(META), weights_only, trusted=trusted)
         checkpoint["state_dict"] = reader.read_full()
-        optimizers = [reader.read_optimizer(index) for index in range(reader.optimizers)]
+        optimizers = [read_numbered(reader, index) for index in range(reader.optimizers)]
         if optimizers:
             checkpoint["optimizer_states"] = optimizers
         return checkpoint

@@ -22,7 +22,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_resilience.module_state import modules
-from lightning_resilience.reader import canonical
+from lightning_resilience.names import canonical
 
 Logged = dict[str, Any]
 """One rank's part, in plain values and tensors of its own; see ``capture``."""

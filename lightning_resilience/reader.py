@@ -1,8 +1,7 @@
 """A checkpoint to tensors: any DCP folder, read straight into tensors that are already there.
 
-Keys are compared in a *canonical* form, so that a checkpoint fits whatever wrapped the model when it was saved: the
-first component is ``model`` (``ModelParallelStrategy`` writes ``state_dict``), and the names that wrappers insert
-(``torch.compile``, activation checkpointing, FSDP) are left out.
+Keys are compared in canonical form (see ``names``), so that a checkpoint fits whatever wrapped the model when it was
+saved.
 
 What is wanted can be planned first and fetched together, in one pass over each file, in which files that nobody has
 checked yet are digested.  Objects are unpickled only after that.
@@ -18,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,38 +31,18 @@ from torch.futures import Future
 from lightning_resilience.errors import CheckpointCorrupt, ResilienceError
 from lightning_resilience.filling import share_memory, takes_bytes, threads_for
 from lightning_resilience.manifest import METADATA, FileEntry
-from lightning_resilience.shard_file import ShardFile, load_trusted
+from lightning_resilience.names import ObjectPath, canonical, canonical_path, key_of
+from lightning_resilience.shard_file import ShardFile
 from lightning_resilience.shards import collector_paused
 from lightning_resilience.store import unreadable
-
-_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(?:\.|$)")
+from lightning_resilience.trusted import load_trusted
 
 OPTIMIZER = re.compile(r"optimizer_\d+")
 """First component of the keys of an optimizer's state."""
 
-ObjectPath: TypeAlias = tuple[str | int, ...]
-"""The names that lead to a value in nested state."""
-
 Allocate = Callable[[ObjectPath, TensorStorageMetadata], Any]
 """Makes the tensor that an entry is read into, from its path below the part of the state and its metadata; None leaves
 it out."""
-
-
-@lru_cache(None)
-def canonical(name: str) -> str:
-    """A parameter's name without what wrappers insert."""
-    return _WRAPPERS.sub("", name) if "_" in name else name
-
-
-def canonical_path(path: Iterable[str | int]) -> ObjectPath:
-    """A DCP object path in canonical form."""
-    first, *rest = path
-    return ("model" if first == "state_dict" else first, *(canonical(p) if isinstance(p, str) else p for p in rest))
-
-
-def key_of(path: Iterable[str | int]) -> str:
-    """The flat key of a DCP object path."""
-    return ".".join(map(str, path))
 
 
 @dataclass(frozen=True)
@@ -72,6 +51,19 @@ class Request:
 
     items: Sequence[ReadItem]
     planner: LoadPlanner
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a checkpoint on its way into a model or an optimizer.
+
+    Args:
+        requests: what has to be fetched for it.
+        install: what is to be done then.
+    """
+
+    requests: Sequence[Request]
+    install: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -326,10 +318,6 @@ class CheckpointReader:
         tree: dict[str, Any] = self.read_tree(part)
         return tree
 
-    def read_optimizer(self, index: int) -> dict[str, Any]:
-        """An optimizer's state, whole and on the CPU, by number of parameter, as ``load_state_dict`` takes it."""
-        return numbered(self.read_full(f"optimizer_{index}"))
-
     def read_objects(self, part: str, tree: dict[str, Any]) -> None:
         """Put those values of one part that are not tensors into ``tree``, which has it under its name."""
         for key, path, entry in self._entries(part):
@@ -365,14 +353,3 @@ def _canonical_key(key: str, path: ObjectPath | None) -> str:
 def empty(entry: TensorStorageMetadata, device: torch.device | str = "cpu") -> Tensor:
     """An uninitialised tensor of an entry's shape and dtype."""
     return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
-
-
-def numbered(optimizer: dict[str, Any]) -> dict[str, Any]:
-    """The state of an optimizer by number of parameter, as ``load_state_dict`` takes it, from that by name."""
-    names = [name for group in optimizer["param_groups"] for name in group["params"]]
-    numbers: dict[str, Any] = {str(name): number for number, name in enumerate(names)}
-    groups = [
-        {**group, "params": [numbers[str(name)] for name in group["params"]]} for group in optimizer["param_groups"]
-    ]
-    state = {numbers.get(str(name), name): value for name, value in optimizer.get("state", {}).items()}
-    return {**optimizer, "state": state, "param_groups": groups}

@@ -20,11 +20,14 @@ from lightning_resilience.doorway import Doorway
 from lightning_resilience.engine import Engine
 from lightning_resilience.errors import CheckpointCorrupt, CheckpointIncompatible, ResilienceError
 from lightning_resilience.manifest import META, WEIGHTS_ONLY, Manifest, rank_file
+from lightning_resilience.model_loading import edits_loaded_state
+from lightning_resilience.named_optimizers import numbered
+from lightning_resilience.names import canonical
 from lightning_resilience.places import Source
 from lightning_resilience.ranks import Ranks, raise_first
-from lightning_resilience.reader import OPTIMIZER, CheckpointReader, canonical, numbered
-from lightning_resilience.shard_file import load_trusted
-from lightning_resilience.strategies import Family, Part, edits_loaded_state
+from lightning_resilience.reader import OPTIMIZER, CheckpointReader, Part
+from lightning_resilience.strategies import Family
+from lightning_resilience.trusted import load_trusted
 
 
 class Resumption:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import xxhash
 
-from lightning_resilience.reader import canonical
+from lightning_resilience.names import canonical
 
 RankState = dict[str, Any]
 

@@ -11,15 +11,12 @@ import io
 import math
 import mmap
 import os
-import pickle
-import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,10 +24,11 @@ from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from lightning_resilience.errors import CheckpointCorrupt, CheckpointIncompatible
+from lightning_resilience.errors import CheckpointCorrupt
 from lightning_resilience.filling import Span, fill, fill_and_digest, split_where_bytes_overlap, takes_bytes
 from lightning_resilience.manifest import FileEntry
 from lightning_resilience.store import digest_problem, unreadable
+from lightning_resilience.trusted import load_trusted
 
 _LOCAL_HEADER = b"PK\x03\x04"
 _RECORD = b"/data/0"
@@ -188,30 +186,3 @@ def _stored_sizes(entry: TensorStorageMetadata, index: MetadataIndex) -> torch.S
     if hint is not None and hint < len(entry.chunks) and entry.chunks[hint].offsets == index.offset:
         return entry.chunks[hint].sizes
     return next(chunk.sizes for chunk in entry.chunks if index.offset is None or chunk.offsets == index.offset)
-
-
-def load_trusted(data: bytes, weights_only: bool | None = None) -> Any:
-    """Unpickle what a manifest's digest vouches for: tensors and plain values only where that is all there is.
-
-    Args:
-        data: a ``torch.save`` stream.
-        weights_only: the user's wish; True refuses other objects, None and False load them.
-
-    Raises:
-        CheckpointIncompatible: there are other objects and ``weights_only`` is True.
-    """
-    try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        if weights_only:
-            raise CheckpointIncompatible(
-                f"The checkpoint holds objects that weights_only=True does not load: {_what_is_refused(error)}",
-                hint="Pass weights_only=False if you trust the checkpoint, or register the type with "
-                "torch.serialization.add_safe_globals.",
-            ) from error
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-
-
-def _what_is_refused(error: BaseException) -> str:
-    unsupported = re.search(r"GLOBAL (\S+)", str(error))
-    return f"{unsupported.group(1)}." if unsupported else str(error).splitlines()[0]

@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 from lightning_resilience._version import __version__
 from lightning_resilience.errors import CheckpointCorrupt, SaveFailed
 from lightning_resilience.ranks import attempt
-from lightning_resilience.shard_file import load_trusted
+from lightning_resilience.trusted import load_trusted
 
 VERSIONS = {"torch": torch.__version__, "lightning": lightning.__version__, "lightning_resilience": __version__}
 

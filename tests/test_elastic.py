@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from forks import run_forks as run_ranks
 from lightning_resilience import CheckpointIncompatible
-from lightning_resilience.reader import canonical
+from lightning_resilience.names import canonical
 from lightning_resilience.strategies import family_of
 from support import FEATURES, TinyModel, checkpoint_every, committed, data, make_trainer, strategy
 

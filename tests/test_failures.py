@@ -28,8 +28,8 @@ from lightning_resilience import EverySeconds, Keep, SaveFailed, points
 from lightning_resilience.ledger import LEDGER
 from lightning_resilience.manifest import META
 from lightning_resilience.reader import CheckpointReader
-from lightning_resilience.shard_file import load_trusted
 from lightning_resilience.tiers import LocalTier
+from lightning_resilience.trusted import load_trusted
 from probes import Witness, fit, slow, whole_steps
 from support import FEATURES, Settle, TinyModel, settle
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from lightning_resilience import Keep
 from lightning_resilience.flat import FlatState, Outline
 from lightning_resilience.module_state import ModuleState
+from lightning_resilience.named_optimizers import named_optimizer_state
 from lightning_resilience.reader import CheckpointReader
 from lightning_resilience.session import Session
-from lightning_resilience.strategies import PlainFamily, named_optimizer_state
+from lightning_resilience.strategies import PlainFamily
 from support import TinyModel, checkpoint_every, committed, data, make_trainer, settle
 
 # -- a model's state dict ----------------------------------------------------------------------------------------------

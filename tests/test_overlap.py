@@ -22,6 +22,7 @@ from forks import run_forks, start_forks
 from lightning_resilience import Keep, points
 from lightning_resilience.engine import Engine
 from lightning_resilience.errors import SaveFailed
+from lightning_resilience.named_optimizers import read_numbered
 from lightning_resilience.preemption import Preempted
 from lightning_resilience.ranks import Ranks
 from lightning_resilience.reader import CheckpointReader
@@ -268,7 +269,7 @@ def content(folder: Path) -> dict[str, dict[str, Any]]:
         reader = CheckpointReader(lambda file, path=path: path / file, plain=True)  # type: ignore[misc]
         tensors = {f"model.{name}": value for name, value in reader.read_full().items()}
         for index in range(reader.optimizers):
-            for name, entry in reader.read_optimizer(index)["state"].items():
+            for name, entry in read_numbered(reader, index)["state"].items():
                 tensors |= {f"{index}.{name}.{key}": value for key, value in entry.items()}
         found[path.name] = tensors
     return found

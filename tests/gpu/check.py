@@ -42,6 +42,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_resilience import EverySteps, Keep, ResilientCheckpoint, points
 from lightning_resilience.manifest import Manifest
+from lightning_resilience.named_optimizers import read_numbered
 from lightning_resilience.reader import CheckpointReader
 from lightning_resilience.staging import Staging
 from lightning_resilience.store import list_checkpoints, verify
@@ -227,7 +228,7 @@ def committed(folder: Path) -> dict[str, Manifest]:
 def content(path: Path) -> dict[str, Tensor]:
     reader = CheckpointReader(lambda file: path / file, plain=True)
     tensors = {f"model.{name}": value for name, value in reader.read_full().items() if isinstance(value, Tensor)}
-    for name, entry in reader.read_optimizer(0)["state"].items():
+    for name, entry in read_numbered(reader, 0)["state"].items():
         tensors |= {f"optimizer.{name}.{key}": value for key, value in entry.items() if isinstance(value, Tensor)}
     return tensors
 

@@ -1,0 +1,168 @@
+"""An optimizer's state by the names of parameters, and back: by number it fits one order of one optimizer only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_resilience.errors import CheckpointIncompatible
+from lightning_resilience.module_state import parameters
+from lightning_resilience.names import canonical
+from lightning_resilience.reader import CheckpointReader, Part, empty
+
+
+def raw_optimizer(optimizer: Any) -> Optimizer:
+    """The torch optimizer inside Lightning's wrapper."""
+    inner = getattr(optimizer, "_optimizer", optimizer)
+    assert isinstance(inner, Optimizer)
+    return inner
+
+
+def parameter_names(module: torch.nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
+    """A name for each parameter of an optimizer: the module's, or its place for one that the module does not know."""
+    names = _names_by_group(module, optimizer)
+    groups = zip(names, optimizer.param_groups, strict=True)
+    return {parameter: name for named, group in groups for name, parameter in zip(named, group["params"], strict=True)}
+
+
+def _names_by_group(module: torch.nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """See ``parameter_names``; of each group, in the order of its parameters."""
+    known = {id(parameter): canonical(name) for name, parameter in reversed(parameters(module).items())}
+    return [
+        [known.get(id(parameter)) or f"unnamed.{group}.{place}" for place, parameter in enumerate(entry["params"])]
+        for group, entry in enumerate(optimizer.param_groups)
+    ]
+
+
+def named_optimizer_state(module: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
+    """An optimizer's state by parameter name, as FSDP's optimizer state dicts have it; references, not copies."""
+    optimizer = raw_optimizer(optimizer)
+    names = _names_by_group(module, optimizer)
+    native = optimizer.state_dict()  # runs the optimizer's own hooks
+    if "param_groups" not in native:
+        return {}  # Lightning's stand-in where there is no optimizer
+    groups = list(zip(native["param_groups"], names, strict=True))
+    by_number = {number: name for group, named in groups for number, name in zip(group["params"], named, strict=True)}
+    return {
+        **native,
+        "state": {by_number.get(number, number): value for number, value in native["state"].items()},
+        "param_groups": [{**group, "params": named} for group, named in groups],
+    }
+
+
+def named_optimizer(module: torch.nn.Module, reader: CheckpointReader, index: int, optimizer: Any) -> Part:
+    """Undoes ``named_optimizer_state``: tensors are read straight to the device and placement of their parameter.
+
+    Raises:
+        CheckpointIncompatible: the optimizer has other parameter groups; on installing.
+    """
+    optimizer = raw_optimizer(optimizer)
+    names = parameter_names(module, optimizer)
+    by_name = {name: parameter for parameter, name in names.items()}
+    in_order = list(names.values())
+
+    all_names = {canonical(name) for name, _ in module.named_parameters()}
+
+    def allocate(path: tuple[str | int, ...], entry: TensorStorageMetadata) -> Tensor | None:
+        name = _name_at(path, in_order)
+        parameter = by_name.get(name) if name is not None else None
+        if parameter is None:
+            return None if name in all_names else empty(entry)  # of a parameter that is not optimized any more
+        if parameter.shape == entry.size and len(entry.size):
+            return torch.empty_like(parameter.detach(), dtype=entry.properties.dtype)
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return empty(entry, local.device if len(entry.size) else "cpu")
+
+    with torch.no_grad():
+        tree = reader.tree(f"optimizer_{index}", allocate)
+
+    def install() -> None:
+        saved = tree.build()
+        saved["state"] = named_by_position(module, saved, in_order)
+        groups = saved.get("param_groups", [])
+        if len(groups) != len(optimizer.param_groups):
+            raise CheckpointIncompatible(
+                f"Optimizer {index} has {len(optimizer.param_groups)} parameter groups, the checkpoint {len(groups)}.",
+                hint="Configure the optimizer as it was when the checkpoint was saved.",
+            )
+        numbers = {name: number for number, name in enumerate(in_order)}
+        unknown = saved["state"].keys() - numbers.keys() - all_names
+        state: dict[Any, Any] = {numbers[n]: value for n, value in saved["state"].items() if n in numbers}
+        state |= {name: value for name, value in saved["state"].items() if name in unknown}
+        live_groups = [
+            {**group, "params": [numbers[names[parameter]] for parameter in live["params"]]}
+            for group, live in zip(groups, optimizer.param_groups, strict=True)
+        ]
+        optimizer.load_state_dict({**saved, "state": state, "param_groups": live_groups})
+        _undo_casts(optimizer, {by_name[name]: value for name, value in saved["state"].items() if name in by_name})
+
+    return Part([tree.request], install)
+
+
+def _undo_casts(optimizer: Optimizer, saved: Mapping[Tensor, Any]) -> None:
+    """Put back what ``Optimizer.load_state_dict`` cast to the parameter's dtype: 32-bit moments of 16-bit
+    parameters."""
+    for parameter, state in saved.items():
+        if not isinstance(state, dict):
+            continue
+        live = optimizer.state[parameter]
+        for key, value in state.items():
+            if isinstance(value, Tensor) and isinstance(live.get(key), Tensor) and live[key].dtype != value.dtype:
+                live[key] = value.to(live[key].device)
+
+
+def _name_at(path: tuple[str | int, ...], in_order: Sequence[str]) -> str | None:
+    """The parameter that an entry at ``("state", parameter, …)`` belongs to."""
+    if len(path) < 2 or path[0] != "state":
+        return None
+    name = str(path[1])
+    return in_order[int(name)] if name.isdigit() and int(name) < len(in_order) else name
+
+
+def named_by_position(
+    module: torch.nn.Module, saved: Mapping[str, Any], in_order: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Optimizer state by name also where it was saved by number (plain ``Optimizer.state_dict``)."""
+    state = saved.get("state", {})
+    if not in_order:
+        in_order = [canonical(name) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    return {(_name_at(("state", key), in_order) or str(key)): value for key, value in state.items()}
+
+
+def without_gaps(optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's state dict with zeros where a trainable parameter has no state yet, which FSDP refuses to gather.
+
+    To an optimizer that is as good as no state.  Parameters of which this rank has no part have none either, rightly.
+    """
+    native = optimizer.state_dict()
+    pattern: dict[str, Any] = next(iter(native["state"].values()), {})
+    for saved, live in zip(native["param_groups"], optimizer.param_groups, strict=True):
+        for number, parameter in zip(saved["params"], live["params"], strict=True):
+            if pattern and parameter.requires_grad and parameter.numel() and number not in native["state"]:
+                native["state"][number] = {
+                    key: torch.zeros_like(parameter if value.dim() else value) if isinstance(value, Tensor) else value
+                    for key, value in pattern.items()
+                }
+    return native
+
+
+def read_numbered(reader: CheckpointReader, index: int) -> dict[str, Any]:
+    """An optimizer's state, whole and on the CPU, by number of parameter, as ``load_state_dict`` takes it."""
+    return numbered(reader.read_full(f"optimizer_{index}"))
+
+
+def numbered(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """The state of an optimizer by number of parameter, as ``load_state_dict`` takes it, from that by name."""
+    names = [name for group in optimizer["param_groups"] for name in group["params"]]
+    numbers: dict[str, Any] = {str(name): number for number, name in enumerate(names)}
+    groups = [
+        {**group, "params": [numbers[str(name)] for name in group["params"]]} for group in optimizer["param_groups"]
+    ]
+    state = {numbers.get(str(name), name): value for name, value in optimizer.get("state", {}).items()}
+    return {**optimizer, "state": state, "param_groups": groups}
