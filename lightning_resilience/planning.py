@@ -20,19 +20,11 @@ import numpy as np
 from torch.distributed.checkpoint.planner import WriteItem
 
 from lightning_resilience.flat import FlatState, Outline, State
+from lightning_resilience.inventory import LocalPlan, Share, heard, pieces_of, plan_locally, tell
 from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.record import metadata_bytes
 from lightning_resilience.shards import Layout, lay_out
-from lightning_resilience.sharing import (
-    GlobalPlan,
-    LocalPlan,
-    Share,
-    heard,
-    pieces_of,
-    plan_locally,
-    share_out,
-    tell,
-)
+from lightning_resilience.sharing import GlobalPlan, share_out
 from lightning_resilience.slots import Slot, SlotMemory, dump_objects
 
 Fingerprint = tuple[Any, ...]

@@ -25,9 +25,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 from lightning_resilience.flat import Path
+from lightning_resilience.inventory import WHOLE, Holding, Numbers
 from lightning_resilience.manifest import shard_file
 from lightning_resilience.shards import in_order
-from lightning_resilience.sharing import WHOLE, GlobalPlan, Holding, Numbers, misfit
+from lightning_resilience.sharing import GlobalPlan, misfit
 
 
 def metadata_bytes(plan: GlobalPlan, extents: Sequence[Numbers | Sequence[tuple[int, int]]]) -> bytes:

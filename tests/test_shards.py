@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from lightning_resilience.flat import FlatState
+from lightning_resilience.inventory import pieces_of, plan_locally
 from lightning_resilience.manifest import METADATA, shard_file
 from lightning_resilience.names import canonical
 from lightning_resilience.reader import CheckpointReader, empty
 from lightning_resilience.record import metadata_bytes
 from lightning_resilience.shards import Skeleton, dump_object, lay_out
-from lightning_resilience.sharing import pieces_of, plan_locally, share_out
+from lightning_resilience.sharing import share_out
 from lightning_resilience.slots import SlotMemory, dump_objects
 
 DTYPES = [

@@ -25,13 +25,14 @@ from lightning_resilience import planning
 from lightning_resilience.engine import Engine
 from lightning_resilience.errors import SaveFailed
 from lightning_resilience.flat import FlatState
+from lightning_resilience.inventory import LocalPlan, heard, pieces_of, plan_locally, tell
 from lightning_resilience.manifest import shard_file
 from lightning_resilience.ranks import Ranks
 from lightning_resilience.reader import CheckpointReader
 from lightning_resilience.record import metadata_bytes
 from lightning_resilience.saves import Facts, Snapshot
 from lightning_resilience.shards import Piece, in_order, lay_out
-from lightning_resilience.sharing import GlobalPlan, LocalPlan, heard, pieces_of, plan_locally, share_out, tell
+from lightning_resilience.sharing import GlobalPlan, share_out
 from lightning_resilience.tiers import LocalTier
 
 BIG = (3000, 4)

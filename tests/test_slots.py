@@ -9,8 +9,9 @@ import torch
 
 from lightning_resilience import slots, staging
 from lightning_resilience.flat import FlatState
+from lightning_resilience.inventory import pieces_of, plan_locally
 from lightning_resilience.shards import Layout, lay_out
-from lightning_resilience.sharing import pieces_of, plan_locally, share_out
+from lightning_resilience.sharing import share_out
 from lightning_resilience.slots import Slot, SlotMemory, dump_objects
 from lightning_resilience.staging import Copies, copy_at_once
 

@@ -37,11 +37,12 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from lightning_resilience import store
 from lightning_resilience.flat import FlatState
+from lightning_resilience.inventory import Holding, LocalPlan, heard, pieces_of, tell
 from lightning_resilience.manifest import META, METADATA, PARTIAL, FileEntry, Manifest, digest, rank_file, shard_file
 from lightning_resilience.ranks import Board, _allow_connections
 from lightning_resilience.record import metadata_bytes
 from lightning_resilience.shards import lay_out
-from lightning_resilience.sharing import Holding, LocalPlan, heard, pieces_of, share_out, tell
+from lightning_resilience.sharing import share_out
 from lightning_resilience.tiers import LocalTier
 from lightning_resilience.verdict import Report, Verdict
 
