@@ -34,7 +34,6 @@ from lightning_resilience.lookup import Lookup
 from lightning_resilience.loops import Loops
 from lightning_resilience.manifest import PINNED, Manifest, newest_first, outlined
 from lightning_resilience.memory import MemoryTier
-from lightning_resilience.objects import shown
 from lightning_resilience.places import Source
 from lightning_resilience.preemption import Preempted, Preemption, slurm_end
 from lightning_resilience.ranks import Ranks, attempt, raise_first
@@ -43,6 +42,7 @@ from lightning_resilience.resumption import Resumption
 from lightning_resilience.strategies import family_of
 from lightning_resilience.tiers import LocalTier, local_path
 from lightning_resilience.turns import Turns
+from lightning_resilience.urls import shown
 
 log = logging.getLogger("lightning_resilience")
 
