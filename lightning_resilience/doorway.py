@@ -1,7 +1,7 @@
 """The doorway into Lightning: where we take the place of its methods, and every private name that this needs.
 
 ``PRIVATE_NAMES`` lists every private name of Lightning and torch that this package relies on, here and in ``loops``,
-``data``, ``order``, ``logged``, ``callback`` and ``record``; a test fails when one moves.
+``track``, ``worker_state``, ``order``, ``logged``, ``callback`` and ``record``; a test fails when one moves.
 
 ``FSDPStrategy`` and ``ModelParallelStrategy`` never call a CheckpointIO, and the others call it on rank 0 only, so a
 plugin cannot do this work.  What works for all of them is to override a handful of methods on the strategy *instance*
