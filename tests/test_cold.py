@@ -481,7 +481,7 @@ def test_save_that_gives_way_while_it_is_sent_arrives_all_the_same_where_links_c
         raise OSError(errno.EPERM, "no hard links")
 
     monkeypatch.setattr(RemoteTier, "send", late)
-    monkeypatch.setattr("lightning_resilience.replication.GAVE_WAY", 1)
+    monkeypatch.setattr("lightning_resilience.replication.TELL_AFTER", 1)
     if not links:
         monkeypatch.setattr(os, "link", no_links)
 
