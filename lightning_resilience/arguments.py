@@ -16,12 +16,14 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_resilience.adaptive import AdaptiveSchedule
 from lightning_resilience.divergence import Rollback
 from lightning_resilience.errors import SetupError
+from lightning_resilience.fsspec_objects import FsspecObjects
 from lightning_resilience.manifest import EXTENSION, PARTIAL, REMOVED
-from lightning_resilience.objects import FsspecObjects, Objects, check_url, open_objects, shown
+from lightning_resilience.objects import Objects, open_objects
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.retention import Keep
 from lightning_resilience.schedule import EverySeconds, EverySteps, FirstOf, Never, Schedule, check_schedule
-from lightning_resilience.tiers import LocalTier, is_url, local_path
+from lightning_resilience.tiers import LocalTier, local_path
+from lightning_resilience.urls import check_url, is_url, shown
 
 DEFAULT_SCHEDULE = AdaptiveSchedule()
 

@@ -44,7 +44,6 @@ from lightning_resilience.doorway import ANYWHERE
 from lightning_resilience.errors import SetupError
 from lightning_resilience.fit import Fit, abandon
 from lightning_resilience.news import Audience
-from lightning_resilience.objects import shown
 from lightning_resilience.orders import Orders
 from lightning_resilience.preemption import check_signals, name_of
 from lightning_resilience.remote import RemoteTier
@@ -56,6 +55,7 @@ from lightning_resilience.session import Session
 from lightning_resilience.standings import best_first
 from lightning_resilience.store import list_checkpoints
 from lightning_resilience.tiers import LocalTier
+from lightning_resilience.urls import shown
 
 log = logging.getLogger("lightning_resilience")
 

@@ -46,7 +46,8 @@ from lightning_resilience.manifest import (
 )
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.retention import Keep, Ranking, judge, understood
-from lightning_resilience.tiers import LocalTier, Tier, is_url, local_path
+from lightning_resilience.tiers import LocalTier, Tier, local_path
+from lightning_resilience.urls import is_url
 
 PROG = "lightning-resilience"
 READERS = 4

@@ -33,7 +33,8 @@ from lightning_resilience.retention import Keep, Ranking
 from lightning_resilience.saves import Committed, manifests_in
 from lightning_resilience.session import Session
 from lightning_resilience.standings import Standings
-from lightning_resilience.tiers import LocalTier, is_url, local_path
+from lightning_resilience.tiers import LocalTier, local_path
+from lightning_resilience.urls import is_url
 
 log = logging.getLogger("lightning_resilience")
 

@@ -28,14 +28,15 @@ from lightning_resilience.errors import CheckpointCorrupt, CheckpointNotFound, C
 from lightning_resilience.heal import make_whole
 from lightning_resilience.manifest import MANIFEST, Manifest
 from lightning_resilience.memory import MemoryTier
-from lightning_resilience.objects import Stat
 from lightning_resilience.places import Needs, Place, Source
 from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.resume import Search, find_last, open_explicit, open_with_copies
 from lightning_resilience.saves import Folder
 from lightning_resilience.scratch import Scratch
-from lightning_resilience.tiers import LocalTier, is_url, local_path
+from lightning_resilience.tiers import LocalTier, local_path
+from lightning_resilience.transfer import Stat
+from lightning_resilience.urls import is_url
 
 log = logging.getLogger("lightning_resilience")
 

@@ -19,7 +19,7 @@ distributed
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from lightning.fabric.utilities.data import sized_len
@@ -28,18 +28,70 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
 from torch.utils.data import SequentialSampler as InOrder
 
-Order = dict[str, Any]
-"""How the order of an epoch is drawn again; plain values."""
 
-Share = dict[str, Any]
-"""How an order is dealt: ``ranks``, ``batch_size`` and ``drop_last``, for an incomplete batch; for iterable data also
-``workers``, which share it out among themselves."""
+class _Dealing(TypedDict):
+    ranks: int
+    batch_size: int | None
+    """Samples in a batch of one rank; None for a loader that does not say."""
+    drop_last: bool | None
+    """Whether a batch that is not full is left out."""
+
+
+class Share(_Dealing, total=False):
+    """How an order is dealt; on disk, as a part of each rank's position."""
+
+    workers: int
+    """Of iterable data alone: the workers, which share it out among themselves."""
+
+
+class Distributed(TypedDict):
+    """What a ``DistributedSampler`` draws its order from."""
+
+    shuffle: bool
+    seed: int
+    epoch: int
+
+
+class _Sampler(TypedDict):
+    type: str
+    """Name of its class."""
+    epoch: int | None
+    """The one that it was told of; None where it cannot be told."""
+
+
+class Base(_Sampler, total=False):
+    """What a sampler of one process is, so that one like it can be found or made."""
+
+    length: int
+    """Of torch's own: how many indices there are to choose from."""
+    replacement: bool
+    """Of a random one, as are those below: whether an index may come again."""
+    samples: int
+    """How many indices it gives."""
+    own_generator: bool
+    """Whether it has a generator of its own."""
+
+
+class Order(TypedDict):
+    """How the order of an epoch is drawn again; on disk, as a part of each rank's position."""
+
+    distributed: Distributed | None
+    """What deals it to the ranks; None where one process has all of it."""
+    base: Base | None
+    """The user's sampler; None where what deals it draws it too."""
+    length: int
+    """Samples of an epoch, over all ranks."""
+    samples: int | None
+    """Samples that the data have."""
 
 
 def share_of(loader: Any, ranks: int) -> Share:
     """How a loader deals its samples to so many ranks."""
-    names = ("batch_size", "drop_last")
-    share = {"ranks": ranks, **{name: getattr(loader, name, None) for name in names}}
+    share: Share = {
+        "ranks": ranks,
+        "batch_size": getattr(loader, "batch_size", None),
+        "drop_last": getattr(loader, "drop_last", None),
+    }
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
         share["workers"] = getattr(loader, "num_workers", 0)
     return share
@@ -56,13 +108,11 @@ def order_of(loader: Any, ranks: int) -> Order | None:
         return None
     samples = sized_len(loader.dataset)
     if type(sampler) in (DistributedSampler, DistributedSamplerWrapper):
-        distributed = {name: getattr(sampler, name) for name in ("shuffle", "seed", "epoch")}
         inner = _inner(sampler)
-        length = len(sampler.dataset)
         return {
-            "distributed": distributed,
+            "distributed": {"shuffle": sampler.shuffle, "seed": sampler.seed, "epoch": sampler.epoch},
             "base": None if inner is None else _base_of(inner),
-            "length": length,
+            "length": len(sampler.dataset),
             "samples": samples,
         }
     if ranks > 1:
@@ -72,8 +122,9 @@ def order_of(loader: Any, ranks: int) -> Order | None:
 
 def kind_of(order: Order) -> tuple[object, ...]:
     """What two orders of one loader, in two epochs, have in common."""
-    base, distributed = order["base"] or {}, order["distributed"] or {}
-    return order["length"], base.get("type"), distributed.get("shuffle"), distributed.get("seed")
+    base, distributed = order["base"], order["distributed"]
+    how = (None, None) if distributed is None else (distributed["shuffle"], distributed["seed"])
+    return order["length"], None if base is None else base["type"], *how
 
 
 def draw(order: Order, loader: Any) -> Tensor | None:
@@ -125,8 +176,19 @@ def deal(left: Tensor, rank: int, share: Share, *, drop_uneven: bool) -> Tensor:
 
 def batches(part: Tensor, share: Share) -> int:
     """How many batches one rank's part makes."""
-    whole, rest = divmod(len(part), int(share["batch_size"]))
+    whole, rest = divmod(len(part), _batch_size(share))
     return whole + (1 if rest and not share["drop_last"] else 0)
+
+
+def of_all_ranks(share: Share) -> int:
+    """Samples in one batch of all ranks together."""
+    return share["ranks"] * _batch_size(share)
+
+
+def _batch_size(share: Share) -> int:
+    size = share["batch_size"]
+    assert size is not None  # nothing is dealt where it is not known
+    return size
 
 
 class Dealt(Sampler[list[int]]):
@@ -150,7 +212,7 @@ class Dealt(Sampler[list[int]]):
         if part is None:
             yield from self._then
             return
-        size = self._share["batch_size"]
+        size = _batch_size(self._share)
         for number in range(self._skip, batches(part, self._share)):
             yield part[number * size : (number + 1) * size].tolist()
 
@@ -166,22 +228,20 @@ def _inner(sampler: Any) -> Any:
     return getattr(sampler.dataset, "_sampler") if isinstance(sampler, DistributedSamplerWrapper) else None  # noqa: B009
 
 
-def _base_of(sampler: Any) -> dict[str, Any]:
+def _base_of(sampler: Any) -> Base:
     """What a sampler is, so that one like it can be found or made."""
-    found: dict[str, Any] = {"type": type(sampler).__name__, "epoch": getattr(sampler, "epoch", None)}
+    found: Base = {"type": type(sampler).__name__, "epoch": getattr(sampler, "epoch", None)}
     if type(sampler) is RandomSampler:
-        found |= {
-            "replacement": sampler.replacement,
-            "samples": sampler.num_samples,
-            "length": len(sampler.data_source),
-        }
+        found["replacement"] = sampler.replacement
+        found["samples"] = sampler.num_samples
+        found["length"] = len(sampler.data_source)
         found["own_generator"] = sampler.generator is not None
     if type(sampler) is InOrder:
         found["length"] = len(sampler.data_source)
     return found
 
 
-def _base(saved: dict[str, Any], loader: Any) -> Iterable[int] | None:
+def _base(saved: Base, loader: Any) -> Iterable[int] | None:
     """A sampler like the one that was."""
     if saved["type"] == InOrder.__name__:
         return range(saved["length"])

@@ -24,8 +24,10 @@ import xxhash
 from lightning_resilience import points
 from lightning_resilience.errors import ResilienceError, TierDenied, TierUnavailable
 from lightning_resilience.manifest import EXTENSION, MANIFEST, META, METADATA, FileEntry, Manifest, digest
-from lightning_resilience.objects import PART, Objects, Patience, Read, Stat, open_objects
+from lightning_resilience.objects import Objects, open_objects
+from lightning_resilience.patience import Patience
 from lightning_resilience.tiers import Ready, final_name, is_there
+from lightning_resilience.transfer import PART, Read, Stat
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -1,8 +1,8 @@
 """Committed checkpoints on their way to the cold tier, in a thread of their own on every rank.
 
-What is on its way is nowhere written down: it is what the cold tier's rule would keep and the cold tier does not have.
-So a restart goes on where a killed process was, an outage makes no queue that has to be worked off in full, and a
-checkpoint that newer ones made redundant is passed over.  Until the cold copy is proven, the hot one stays.
+What is on its way is nowhere written down: it is what the cold tier's rule would keep and the cold tier does not have
+(``Backlog``).  So a restart goes on where a killed process was, an outage makes no queue that has to be worked off in
+full, and a checkpoint that newer ones made redundant is passed over.  Until the cold copy is proven, the hot one stays.
 
 ::
 
@@ -27,24 +27,26 @@ import queue
 import random
 import threading
 import time
-import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from lightning_resilience import store
+from lightning_resilience.backlog import Backlog, Task
 from lightning_resilience.errors import CheckpointCorrupt, ResilienceError, TierUnavailable
-from lightning_resilience.manifest import HEALTHY, PARTIAL, FileEntry, Manifest, Outline, outlined
+from lightning_resilience.manifest import FileEntry, Manifest, Outline, outlined
 from lightning_resilience.ranks import Board, Ranks, attempt
 from lightning_resilience.remote import RemoteTier
-from lightning_resilience.retention import Keep, Ranking, judge
+from lightning_resilience.retention import Keep, Ranking
 from lightning_resilience.saves import Folder
-from lightning_resilience.tiers import LocalTier
+from lightning_resilience.tiers import LocalTier, partial_name
 from lightning_resilience.verdict import describe
 
 log = logging.getLogger("lightning_resilience")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 TICK = 1.0
 """Seconds between two looks at whether there is something to do, where nobody says so."""
@@ -68,61 +70,11 @@ class Replicated:
     lag: float = 0.0
 
 
-GAVE_WAY = 3
+TELL_AFTER = 3
 """Checkpoints in a row that gave way before they were there, at which it is told of."""
 
 Outcome = Replicated | BaseException
 """How the copy of one checkpoint ended."""
-
-
-@dataclass
-class _Known:
-    """What is where, as far as this rank has heard; guarded by a lock."""
-
-    hot: dict[str, Manifest] = field(default_factory=dict)
-    cold: dict[str, Manifest] = field(default_factory=dict)
-    since: dict[str, float] = field(default_factory=dict)
-    """Since when this process has known of each hot one, by ``save_id``."""
-    left: dict[str, Manifest] = field(default_factory=dict)
-    """What the run went back from, by ``save_id``."""
-    taken: frozenset[str] = frozenset()
-    """Names in the cold tier under which there is a manifest that cannot be used: not ours to write over."""
-
-    def lacking(self) -> dict[str, str]:
-        """What the cold tier lacks: the hot name by the one that it gets there.
-
-        They differ where another save has that name there: nothing gives way in one step behind a URL, so the older
-        one stays until the rule gives it up.
-        """
-        there = {manifest.save_id for manifest in self.cold.values()}
-        targets: dict[str, str] = {}
-        for name, manifest in self.hot.items():
-            if manifest.save_id not in there:
-                targets[store.free_name(name, {*self.cold, *self.taken, *targets}.__contains__)] = name
-                there.add(manifest.save_id)
-        return targets
-
-    def outdated(self) -> dict[str, Manifest]:
-        """What the cold tier still calls healthy and is not: what to say of it, by its name there."""
-        suspect = self.left | {one.save_id: one for one in self.hot.values() if one.health != HEALTHY}
-        return {
-            target: suspect[one.save_id]
-            for target, one in self.cold.items()
-            if one.health == HEALTHY and one.save_id in suspect
-        }
-
-
-@dataclass(frozen=True)
-class _Task:
-    """A checkpoint to copy: its ``name`` here and there (``target``), and whether each file is sent by the rank that
-    saved it (``owners_only``); or one that is there already and of which its manifest has to say something else
-    (``restates``)."""
-
-    name: str
-    target: str
-    manifest: Manifest
-    owners_only: bool
-    restates: bool = False
 
 
 @dataclass(frozen=True)
@@ -175,15 +127,13 @@ class Replicator:
     ) -> None:
         self.tier = tier
         self._ranks = ranks
-        self._folder = folder
-        self._keep = keep
-        self._ranking = ranking
-        self._run_id = run
+        assert isinstance(folder.tier, LocalTier)  # beside a folder that is a URL itself there is no cold tier
+        self._hot = folder.tier
+        self._sharing = folder.sharing
         self._last_good = last_good
         self._id: str = ranks.broadcast(f"copy-{random.getrandbits(48):012x}")
-        self._lock = threading.Lock()
-        self._known = _Known()
-        self._in_use: set[str] = set()
+        self._lock = threading.Lock()  # of the backlog alone; see _ask
+        self._backlog = Backlog(keep, ranking, run)
         self._news: queue.SimpleQueue[Replicated] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._hurry = threading.Event()
@@ -193,10 +143,6 @@ class Replicator:
         self._gave_ways = 0
         self._has_links = True
         self._private: str | None = None
-        self._failed: dict[str, int] = {}
-        """How often each save has failed, by ``save_id``."""
-        self._spoiled: set[str] = set()
-        """The saves that are of no use as they are here, by ``save_id``."""
         self._unsealed: set[str] = set()
         self._has_offer = False
         self._closed_at = math.inf
@@ -208,7 +154,7 @@ class Replicator:
         cold = found if ranks.rank == 0 and isinstance(found, dict) else told
         self._has_listed = cold is not None  # None where it does not answer yet
         self._late: dict[str, Manifest] = {}  # what was listed since then, for the other ranks to know
-        self._known.cold = dict(cold or {})
+        self._ask(Backlog.learn, cold or {})
         self._thread = threading.Thread(target=self._run, name="resilience-replicate", daemon=True)
         self._thread.start()
 
@@ -233,60 +179,34 @@ class Replicator:
         """What the cold tier has; takes note of what a killed process left there."""
         listing = store.list_checkpoints(self.tier)
         self._unsealed = listing.uncommitted
-        with self._lock:
-            self._known.taken = frozenset(listing.damaged)
+        self._ask(Backlog.reserve, listing.damaged)
         return listing.committed
+
+    def _ask(self, question: Callable[Concatenate[Backlog, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Tell or ask the backlog something, while no other thread does."""
+        with self._lock:
+            return question(self._backlog, *args, **kwargs)
 
     # -- the training thread ------------------------------------------------------------------------------------------
 
     def offer(self, committed: Mapping[str, Manifest], in_use: Collection[str] = ()) -> None:
         """Say what the hot tier has; on all ranks alike."""
-        with self._lock:
-            now = time.monotonic()
-            self._known.hot = dict(committed)
-            ids = [manifest.save_id for manifest in committed.values()]
-            self._known.since = {save: self._known.since.get(save, now) for save in ids}
-            self._in_use = set(in_use)
-            self._has_offer = True
+        self._ask(Backlog.offer, committed, in_use, time.monotonic())
+        self._has_offer = True
         self._wake.set()
 
     def leave_behind(self, left: Collection[Manifest]) -> None:
         """Say that the run went back from these, which are called suspect by now."""
-        with self._lock:
-            self._known.left |= {manifest.save_id: manifest for manifest in left}
+        self._ask(Backlog.leave_behind, left)
         self._wake.set()
 
     def known_cold(self) -> dict[str, Manifest]:
         """The checkpoints that the cold tier has, by name."""
-        with self._lock:
-            return dict(self._known.cold)
+        return self._ask(Backlog.there)
 
     def pending(self) -> set[str]:
         """Names of the checkpoints that the cold tier should have and does not: their hot copy must stay."""
-        with self._lock:
-            hot, cold, lacking = dict(self._known.hot), self._own(), self._known.lacking()
-            restated = {manifest.save_id for manifest in self._known.outdated().values()}
-        outdated = {name for name, manifest in hot.items() if manifest.save_id in restated}
-        judgements = judge(
-            {**cold, **{target: hot[name] for target, name in lacking.items()}}, self._keep, self._ranking
-        )
-        return outdated | {
-            lacking[judgement.name] for judgement in judgements if judgement.keep and judgement.name in lacking
-        }
-
-    def _waiting(self) -> set[str]:
-        """Names of those on their way that can get there as they are here."""
-        pending = self.pending()
-        with self._lock:
-            return {one for one in pending if one in self._known.hot and not self._is_spoiled(self._known.hot[one])}
-
-    def _is_spoiled(self, manifest: Manifest) -> bool:
-        return manifest.save_id in self._spoiled
-
-    def _own(self) -> dict[str, Manifest]:
-        """What the cold tier has of this run."""
-        run = self._run_id()
-        return {name: manifest for name, manifest in self._known.cold.items() if manifest.run == run}
+        return self._ask(Backlog.pending)
 
     def protected(self) -> set[str]:
         """Names whose hot copy must stay: what is on its way, and what is being sent although newer ones have made it
@@ -304,11 +224,7 @@ class Replicator:
     @property
     def lag(self) -> float:
         """Seconds for which this process has known of the oldest checkpoint that is on its way; 0 where none is."""
-        waiting = self._waiting()
-        with self._lock:
-            saves = [self._known.hot[name].save_id for name in waiting if name in self._known.hot]
-            since = [self._known.since[save] for save in saves if save in self._known.since]
-        return time.monotonic() - min(since) if since else 0.0
+        return self._ask(Backlog.lag, time.monotonic())
 
     def close(self, seconds: float, leave_by: Callable[[], float] = lambda: math.inf) -> None:
         """Let what is on its way arrive, for so long at most; not so long while the cold tier does not answer.
@@ -320,11 +236,9 @@ class Replicator:
         self._closed_at = time.monotonic()
         self._wake.set()
         self._hurry.set()
-        waiting = self._waiting()
+        waiting = self._ask(Backlog.waiting)
         if waiting and self._ranks.rank == 0:
-            with self._lock:
-                size = sum(manifest.size for name, manifest in self._known.hot.items() if name in waiting)
-            log.info("event=drain tier=cold checkpoints=%d bytes=%d", len(waiting), size)
+            log.info("event=drain tier=cold checkpoints=%d bytes=%d", len(waiting), self._ask(Backlog.size))
         while self._thread.is_alive():
             left_over = min(self._closed_at + seconds, leave_by()) - time.monotonic()
             if left_over <= 0:
@@ -332,7 +246,7 @@ class Replicator:
             self._thread.join(min(left_over, TICK / 2))
         self.abandon()
         self._thread.join(max(min(ABANDON, leave_by() - time.monotonic()), 0.0))
-        left = self._waiting()
+        left = self._ask(Backlog.waiting)
         if left and self._ranks.rank == 0:
             log.warning(
                 "event=drain tier=cold left=%d reason='not there yet: the next start goes on with them' url=%s",
@@ -347,7 +261,7 @@ class Replicator:
         self._wake.set()
         self._hurry.set()
         while (
-            self._thread.is_alive() and (self._waiting() or self._current) and not self._failed.keys() - self._spoiled
+            self._thread.is_alive() and (self._ask(Backlog.waiting) or self._current) and not self._ask(Backlog.retries)
         ):
             if (left := deadline - time.monotonic()) <= 0:
                 break
@@ -360,7 +274,7 @@ class Replicator:
         self._wake.set()
         self._hurry.set()
         if (private := self._private) is not None:
-            self._folder.tier.discard(private)  # the thread may hang in a request; what it has open stays open
+            self._hot.discard(private)  # the thread may hang in a request; what it has open stays open
 
     # -- the background thread ----------------------------------------------------------------------------------------
 
@@ -377,7 +291,7 @@ class Replicator:
         while not self._stop.is_set():
             if knows := self._knows_what_is_there():
                 self._sweep()
-            task = self._as_it_is(self._next()) if knows else None
+            task = self._as_it_is(self._ask(Backlog.next)) if knows else None
             self._current = task.name if task is not None else None
             if task is None:
                 if self._is_over():
@@ -408,7 +322,7 @@ class Replicator:
     def _is_over(self) -> bool:
         """Whether the run has ended, and there is nothing more to wait for: all is there, or nothing answers."""
         over_for = time.monotonic() - self._closed_at  # first: what is offered before the end is to be seen below
-        return over_for > (0 if self._next() is None else GIVE_UP if self._failures else math.inf)
+        return over_for > (0 if self._ask(Backlog.next) is None else GIVE_UP if self._failures else math.inf)
 
     def _knows_what_is_there(self) -> bool:
         """Whether the cold tier has been listed; tries to, where it did not answer at the start."""
@@ -418,8 +332,7 @@ class Replicator:
             except (ResilienceError, OSError):
                 self._failures += 1
                 return False
-            with self._lock:
-                self._known.cold |= found
+            self._ask(Backlog.learn, found)
             self._late = outlined(found)
             self._has_listed = True
         return True
@@ -428,20 +341,15 @@ class Replicator:
         """Delete the files of checkpoints that a kill kept from being whole and that no folder has any more; what is
         still on its way goes on from them."""
         if self._unsealed and self._has_offer:
-            with self._lock:
-                lacking = self._known.lacking()
-            on_their_way = self.pending()
-            with self._lock:
-                names = self._unsealed - {target for target, name in lacking.items() if name in on_their_way}
-                self._unsealed = set()
+            names = self._unsealed - self._ask(Backlog.targets)
+            self._unsealed = set()
             with suppress(ResilienceError, OSError):  # the next start tries again
                 self.tier.sweep(names)
 
-    def _copy(self, board: Board, number: int, task: _Task) -> Outcome:
+    def _copy(self, board: Board, number: int, task: Task) -> Outcome:
         """See one checkpoint through; why it did not get there, if it did not."""
         begin = time.monotonic()
-        with self._lock:
-            since = self._known.since.get(task.manifest.save_id, begin)
+        since = self._ask(Backlog.known_since, task.manifest, begin)
         answers: list[Any] = [self._send_mine(task)]
         answers += [self._wait(board, self._key(number, rank)) for rank in range(1, self._ranks.world_size)]
         failures = [answer for answer in answers if isinstance(answer, BaseException)]
@@ -455,7 +363,7 @@ class Replicator:
         now, sent = time.monotonic(), sum(answer.bytes for answer in answers)
         return Replicated(self.tier.where(task.target), sealed, sent, now - begin, now - since)
 
-    def _seal(self, task: _Task, answers: Sequence[_Sent]) -> Manifest:
+    def _seal(self, task: Task, answers: Sequence[_Sent]) -> Manifest:
         """Make it a checkpoint there, unless nobody had some file to send and none is there from before; what its
         manifest says now."""
         if task.restates:
@@ -470,11 +378,11 @@ class Replicator:
         self.tier.seal(task.target, task.manifest)
         return task.manifest
 
-    def _gave_way(self, task: _Task) -> bool:
+    def _gave_way(self, task: Task) -> bool:
         """Whether a newer save took the name of a checkpoint while it was being sent, rather than damage."""
         if task.restates:
             return False
-        found = attempt(lambda: store.read_manifest(self._folder.tier, task.name))
+        found = attempt(lambda: store.read_manifest(self._hot, task.name))
         return isinstance(found, Manifest) and not found.is_same_save(task.manifest)
 
     def _drop(self, target: str) -> None:
@@ -490,8 +398,7 @@ class Replicator:
             if told is None:
                 return
             task, late = told
-            with self._lock:
-                self._known.cold |= late
+            self._ask(Backlog.learn, late)
             self._current = task.name
             board.put_once(self._key(number, self._ranks.rank), self._send_mine(task))
             end = self._wait(board, self._key(number, "end"))
@@ -499,9 +406,7 @@ class Replicator:
                 return
             outcome, removed = end
             self._take_note(task, outcome)
-            with self._lock:
-                for gone in removed:
-                    self._known.cold.pop(gone, None)
+            self._ask(Backlog.remove, removed)
 
     def _wait(self, board: Board, key: str) -> Any:
         while not self._stop.is_set():
@@ -509,7 +414,7 @@ class Replicator:
                 return board.wait(key, 60)
         return None
 
-    def _send_mine(self, task: _Task) -> _Sent | BaseException:
+    def _send_mine(self, task: Task) -> _Sent | BaseException:
         """Send the files that are this rank's to send; which they are, or why not."""
 
         def send() -> _Sent:
@@ -521,13 +426,10 @@ class Replicator:
 
         return attempt(send)
 
-    def _mine(self, task: _Task) -> tuple[str, list[tuple[FileEntry, Path]]]:
+    def _mine(self, task: Task) -> tuple[str, list[tuple[FileEntry, Path]]]:
         """What a checkpoint is called in this rank's folder, and the files that are this rank's to send."""
-        tier, sharing, rank = self._folder.tier, self._folder.sharing, self._ranks.rank
-        assert isinstance(tier, LocalTier)
-        with self._lock:
-            own = [name for name, one in self._known.hot.items() if one.is_same_save(task.manifest)]
-        name = own[0] if own else task.name
+        tier, sharing, rank = self._hot, self._sharing, self._ranks.rank
+        name = self._ask(Backlog.name_of, task.manifest) or task.name
         manifest = task.manifest
         if isinstance(manifest, Outline):
             here = attempt(lambda: store.read_manifest(tier, name))
@@ -547,14 +449,13 @@ class Replicator:
         return name, files
 
     @contextmanager
-    def _holding(self, task: _Task) -> Iterator[list[tuple[FileEntry, Path]]]:
+    def _holding(self, task: Task) -> Iterator[list[tuple[FileEntry, Path]]]:
         """The files that are this rank's to send, by links that stay whatever becomes of their checkpoint meanwhile:
         in a folder that looks like a save under way, which no list shows and every start sweeps once this process is
         gone.  Where links cannot be made they are sent from where they are."""
-        tier = self._folder.tier
-        assert isinstance(tier, LocalTier)
+        tier = self._hot
         name, files = self._mine(task)
-        private = f"{name}{PARTIAL}{uuid.uuid4().hex[:12]}-{self._ranks.rank}"
+        private = partial_name(name, number=self._ranks.rank)
         try:
             with suppress(OSError):
                 tier.begin(private)
@@ -576,13 +477,11 @@ class Replicator:
             return path
         return link
 
-    def _take_note(self, task: _Task, outcome: Outcome) -> None:
+    def _take_note(self, task: Task, outcome: Outcome) -> None:
         """How one ended: for what is known here, for the training thread and, on rank 0, for people."""
-        save, self._current, leads = task.manifest.save_id, None, self._ranks.rank == 0
+        self._current, leads = None, self._ranks.rank == 0
         if isinstance(outcome, Replicated):
-            with self._lock:
-                self._known.cold[task.target] = outcome.manifest
-            self._failed.pop(save, None)
+            self._ask(Backlog.arrive, task, outcome.manifest)
             self._gave_ways = 0
             if leads:
                 self._tell_of_success(outcome)
@@ -590,15 +489,14 @@ class Replicator:
                 self._news.put(outcome)
         elif isinstance(outcome, _GaveWay):
             self._gave_ways += 1
-            if leads and self._gave_ways == GAVE_WAY:
+            if leads and self._gave_ways == TELL_AFTER:
                 self._tell_of_giving_way(task.name)
         else:
-            self._failed[save] = self._failed.get(save, 0) + 1
-            if isinstance(outcome, _Incomplete) and task.owners_only:
-                return  # the others may have it
-            if isinstance(outcome, (CheckpointCorrupt, _Incomplete)):
-                self._spoiled.add(save)
-            if leads and not self._stop.is_set():  # what was left in the middle is told of by who left it
+            others_may_have_it = isinstance(outcome, _Incomplete) and task.owners_only
+            is_spoiled = isinstance(outcome, (CheckpointCorrupt, _Incomplete)) and not others_may_have_it
+            self._ask(Backlog.fail, task, for_good=is_spoiled)
+            # What was left in the middle is told of by who left it.
+            if leads and not others_may_have_it and not self._stop.is_set():
                 self._tell_of_failure(task.name, outcome)
 
     def _tell_of_giving_way(self, name: str) -> None:
@@ -626,7 +524,7 @@ class Replicator:
         log.warning(
             "event=replicate tier=cold outcome=failed name=%s backlog=%d lag=%.0f reason=%r note=%r",
             name,
-            len(self._waiting()),
+            len(self._ask(Backlog.waiting)),
             self.lag,
             describe(failure),
             note,
@@ -643,38 +541,19 @@ class Replicator:
             done.bytes,
             done.seconds,
             done.lag,
-            len(self._waiting()),
+            len(self._ask(Backlog.waiting)),
         )
 
-    def _next(self) -> _Task | None:
-        """The oldest that is on its way, of those that failed least often."""
-        waiting = self._waiting()
-        with self._lock:
-            tasks = [
-                _Task(name, target, manifest, manifest.save_id not in self._failed)
-                for target, name in self._known.lacking().items()
-                if name in waiting and not self._is_spoiled(manifest := self._known.hot[name])
-            ]
-            tasks += [
-                _Task(target, target, manifest, owners_only=False, restates=True)
-                for target, manifest in self._known.outdated().items()
-                if not self._is_spoiled(manifest)
-            ]
-        return min(
-            tasks, key=lambda task: (self._failed.get(task.manifest.save_id, 0), task.manifest.order), default=None
-        )
-
-    def _as_it_is(self, task: _Task | None) -> _Task | None:
+    def _as_it_is(self, task: Task | None) -> Task | None:
         """The task for the save that has the name now, where a newer one took it that the training thread has not told
         of yet; None where that is there already."""
         if task is None or task.restates:
             return task
-        found = attempt(lambda: store.read_manifest(self._folder.tier, task.name))
+        found = attempt(lambda: store.read_manifest(self._hot, task.name))
         if not isinstance(found, Manifest) or found.is_same_save(task.manifest):
             return task
-        with self._lock:
-            there = {manifest.save_id for manifest in self._known.cold.values()}
-        return None if found.save_id in there | self._spoiled else replace(task, manifest=found)
+        done = self._ask(Backlog.is_done_with, found)
+        return None if done else replace(task, manifest=found)
 
     def _rest(self) -> None:
         """Until there is news, or for a moment."""
@@ -691,16 +570,11 @@ class Replicator:
 
     def _retain(self) -> list[str]:
         """Remove what the rule gives up; the names."""
-        with self._lock:
-            cold = self._own()
-            used = {self._known.hot[name].save_id for name in self._in_use if name in self._known.hot}
-        of_those = {name for name, manifest in cold.items() if manifest.save_id in used}
-        in_use = {*self._in_use, *of_those, *filter(None, [self._last_good(cold)])}
-        removed = store.retain(self.tier, self._keep, self._ranking, in_use, committed=cold)
+        own = self._ask(Backlog.own)
+        in_use = {*self._ask(Backlog.in_use), *filter(None, [self._last_good(own)])}
+        removed = store.retain(self.tier, self._backlog.keep, self._backlog.ranking, in_use, committed=own)
         names = [judgement.name for judgement in removed]
-        with self._lock:
-            for name in names:
-                self._known.cold.pop(name, None)
+        self._ask(Backlog.remove, names)
         return names
 
     def _key(self, number: int, what: object = "") -> str:

@@ -10,12 +10,12 @@ from lightning_resilience.errors import SaveFailed
 from lightning_resilience.evaluations import Evaluations
 from lightning_resilience.manifest import LAST_GOOD, Manifest
 from lightning_resilience.news import News
-from lightning_resilience.objects import shown
 from lightning_resilience.orders import Orders
 from lightning_resilience.saves import OVERDUE
 from lightning_resilience.schedule import Progress
 from lightning_resilience.session import Session
 from lightning_resilience.trainer_state import position_of, step_of
+from lightning_resilience.urls import shown
 from lightning_resilience.watch import Watch
 
 

@@ -34,7 +34,6 @@ from lightning_resilience.lookup import Lookup
 from lightning_resilience.loops import Loops
 from lightning_resilience.manifest import PINNED, Manifest, newest_first
 from lightning_resilience.memory import MemoryTier
-from lightning_resilience.objects import shown
 from lightning_resilience.places import Source
 from lightning_resilience.preemption import Preempted, Preemption, slurm_end
 from lightning_resilience.ranks import Ranks
@@ -42,8 +41,9 @@ from lightning_resilience.remote import RemoteTier
 from lightning_resilience.resumption import Resumption
 from lightning_resilience.saves import OVERDUE, Facts, Folder, Save, Snapshot, log_save
 from lightning_resilience.strategies import family_of
-from lightning_resilience.tiers import LocalTier, is_url, local_path
+from lightning_resilience.tiers import LocalTier, local_path
 from lightning_resilience.turns import Turns
+from lightning_resilience.urls import is_url, shown
 
 log = logging.getLogger("lightning_resilience")
 

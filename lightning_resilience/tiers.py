@@ -522,11 +522,6 @@ def _bypass_cache(fd: int, on: bool) -> bool:
     return on
 
 
-def is_url(text: str) -> bool:
-    """Whether a path is one of an object store."""
-    return "://" in text and not text.startswith("file://")
-
-
 def local_path(path: str | os.PathLike[str]) -> Path:
     """A path or a ``file://`` URL as a Path; CheckpointNotFound for any other URL."""
     text = os.fspath(path)

@@ -33,8 +33,8 @@ from lightning_resilience import (
     housekeeping,
     store,
 )
+from lightning_resilience.fsspec_objects import FsspecObjects
 from lightning_resilience.manifest import MANIFEST, FileEntry, Manifest, digest
-from lightning_resilience.objects import FsspecObjects
 from lightning_resilience.remote import UNSEALED, RemoteTier
 from lightning_resilience.replication import Replicated
 from lightning_resilience.tiers import LocalTier
@@ -240,7 +240,7 @@ def broken(times: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(FsspecObjects, "put", failing)
     monkeypatch.setattr("lightning_resilience.replication.FIRST_PAUSE", 0.01)
     monkeypatch.setattr("lightning_resilience.replication.GIVE_UP", 0.1)
-    monkeypatch.setattr("lightning_resilience.objects.Patience.pause", lambda self, seconds: False)
+    monkeypatch.setattr("lightning_resilience.patience.Patience.pause", lambda self, seconds: False)
     yield asked
 
 
@@ -327,7 +327,7 @@ def test_end_of_a_fit_gives_up_nothing_that_is_still_on_its_way(
 
     monkeypatch.setattr(FsspecObjects, "put", ends_after_one)
     monkeypatch.setattr("lightning_resilience.replication.GIVE_UP", 0.1)
-    monkeypatch.setattr("lightning_resilience.objects.Patience.pause", lambda self, seconds: False)
+    monkeypatch.setattr("lightning_resilience.patience.Patience.pause", lambda self, seconds: False)
     fit(tmp_path, last=16, keep=Keep(last=1), remote_keep=Keep(last=4), callback=Blocked)
     assert len(cold(tmp_path)) == 1
     assert {10, 12, 14, 16} <= {*steps(cold(tmp_path)), *(one.step for one in committed(tmp_path / "hot"))}
@@ -481,7 +481,7 @@ def test_save_that_gives_way_while_it_is_sent_arrives_all_the_same_where_links_c
         raise OSError(errno.EPERM, "no hard links")
 
     monkeypatch.setattr(RemoteTier, "send", late)
-    monkeypatch.setattr("lightning_resilience.replication.GAVE_WAY", 1)
+    monkeypatch.setattr("lightning_resilience.replication.TELL_AFTER", 1)
     if not links:
         monkeypatch.setattr(os, "link", no_links)
 
@@ -685,7 +685,7 @@ def test_cold_tier_that_cannot_be_written_stops_the_run_before_it_begins(
         raise error
 
     monkeypatch.setattr(FsspecObjects, "put", put)
-    monkeypatch.setattr("lightning_resilience.objects.Patience.pause", lambda self, seconds: False)
+    monkeypatch.setattr("lightning_resilience.patience.Patience.pause", lambda self, seconds: False)
     with pytest.raises(type(error), match=str(error)):
         fit(tmp_path)
 
@@ -789,7 +789,7 @@ def test_checkpoint_that_is_damaged_here_does_not_hold_up_the_newer_ones(
 def outage(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The cold tier answers nothing, and nobody waits long for it, then or afterwards."""
     monkeypatch.setattr("lightning_resilience.replication.GIVE_UP", 0.1)
-    monkeypatch.setattr("lightning_resilience.objects.Patience.pause", lambda self, seconds: False)
+    monkeypatch.setattr("lightning_resilience.patience.Patience.pause", lambda self, seconds: False)
 
     def down(*_: Any) -> None:
         raise TierUnavailable("the bucket is down")
@@ -811,7 +811,7 @@ def test_start_during_an_outage_goes_on_from_the_folder(tmp_path: Path, monkeypa
 def test_outage_during_a_resume_does_not_start_the_run_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fit(tmp_path)
     shutil.rmtree(tmp_path / "hot")
-    monkeypatch.setattr("lightning_resilience.objects.Patience.pause", lambda self, seconds: False)
+    monkeypatch.setattr("lightning_resilience.patience.Patience.pause", lambda self, seconds: False)
 
     def down(*_: Any) -> None:
         raise TierUnavailable("the bucket is down")
@@ -885,7 +885,7 @@ def test_manifest_that_cannot_be_read_now_is_an_outage_and_no_empty_tier(
         return get(self, key, *args)
 
     monkeypatch.setattr(FsspecObjects, "get", failing)
-    monkeypatch.setattr("lightning_resilience.objects.Patience.pause", lambda self, seconds: False)
+    monkeypatch.setattr("lightning_resilience.patience.Patience.pause", lambda self, seconds: False)
     with pytest.raises(type(error), match=str(error)):
         fit(tmp_path, last=10, on_unrestorable="fresh")
     assert {path: path.read_bytes() for path in (tmp_path / "cold").rglob("*") if path.is_file()} == before

@@ -10,8 +10,8 @@ import pytest
 
 from lightning_resilience import cli, housekeeping, store
 from lightning_resilience.errors import CheckpointNotFound, TierUnavailable
+from lightning_resilience.fsspec_objects import FsspecObjects
 from lightning_resilience.manifest import MANIFEST, PINNED, SUSPECT
-from lightning_resilience.objects import FsspecObjects
 from lightning_resilience.remote import UNSEALED, RemoteTier
 from lightning_resilience.retention import Keep, Ranking, stated
 from lightning_resilience.tiers import LocalTier
@@ -292,7 +292,7 @@ def test_store_that_does_not_answer_is_an_error_with_its_cause(
 
     save(hot)
     monkeypatch.setattr(FsspecObjects, "put", down)
-    monkeypatch.setattr("lightning_resilience.objects.Patience.pause", lambda self, seconds: False)
+    monkeypatch.setattr("lightning_resilience.patience.Patience.pause", lambda self, seconds: False)
     code, document, err = call("push", hot.root, url)
     assert (code, document["error"]) == (1, "TierUnavailable")
     assert "the bucket is down" in err

@@ -29,9 +29,13 @@ from botocore.retries.standard import ExponentialBackoff
 from fsspec.implementations.memory import MemoryFileSystem
 from xxhash import xxh3_128_hexdigest as digest
 
-from lightning_resilience import objects
+from lightning_resilience import transfer
 from lightning_resilience.errors import CheckpointCorrupt, SetupError, TierDenied, TierUnavailable
-from lightning_resilience.objects import FsspecObjects, Objects, Patience, S3Objects, Stat, open_objects
+from lightning_resilience.fsspec_objects import FsspecObjects
+from lightning_resilience.objects import Objects, open_objects
+from lightning_resilience.patience import Patience
+from lightning_resilience.s3 import S3Objects
+from lightning_resilience.transfer import Stat
 from s3_fault_proxy import Rule
 from s3_fixtures import Bucket, Faults
 from s3_server import S3Server
@@ -49,8 +53,8 @@ small_or_in_parts = pytest.mark.parametrize("size", [1000, len(CONTENT)], ids=["
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts that a test can afford; and nothing here may make the whole machine write its buffers."""
-    monkeypatch.setattr(objects, "PART", PART)
-    monkeypatch.setattr(objects, "MEMORY", 2 * PART)
+    monkeypatch.setattr(transfer, "PART", PART)
+    monkeypatch.setattr(transfer, "MEMORY", 2 * PART)
     monkeypatch.setattr(os, "sync", lambda: pytest.fail("os.sync was called"))
 
 
@@ -463,8 +467,8 @@ def test_an_upload_holds_no_more_than_the_memory_it_may(bucket: Bucket) -> None:
     finally:
         tracemalloc.stop()
     assert held == 0
-    assert PART < most <= objects.MEMORY + PART
-    assert traced < 2 * objects.MEMORY + 2 * PART
+    assert PART < most <= transfer.MEMORY + PART
+    assert traced < 2 * transfer.MEMORY + 2 * PART
 
 
 def in_a_fork(call: Callable[[], object]) -> int:
@@ -724,8 +728,8 @@ def test_a_server_that_never_answers_is_unavailable(bucket: Bucket, faults: Faul
 @pytest.mark.s3
 @pytest.mark.usefixtures("old", "no_pauses")
 def test_when_one_piece_fails_the_others_are_not_asked_for(bucket: Bucket, faults: Faults, monkeypatch) -> None:
-    monkeypatch.setattr(objects, "PART", len(SMALL) // 30)
-    monkeypatch.setattr(objects, "MEMORY", len(SMALL) // 15)
+    monkeypatch.setattr(transfer, "PART", len(SMALL) // 30)
+    monkeypatch.setattr(transfer, "MEMORY", len(SMALL) // 15)
     faults.add(Rule("status", "GET", "/old", status=403, code="AccessDenied"))
     with pytest.raises(TierDenied, match="AccessDenied"):
         fetched(shaky(bucket, faults), "old", len(SMALL))
@@ -923,80 +927,3 @@ def test_an_object_that_may_not_be_deleted_is_an_error(bucket: Bucket, monkeypat
     there._client().meta.events.register("after-call.s3.DeleteObjects", refuse)
     with pytest.raises(kind, match=code):
         there.delete(["a", "b"])
-
-
-# -- patience ---------------------------------------------------------------------------------------------------------
-
-
-class Failing:
-    """A call that fails so often, then returns how often it was called."""
-
-    def __init__(self, times: int, error: type[Exception] = TierUnavailable) -> None:
-        self.left = times
-        self.calls = 0
-        self.error = error
-
-    def __call__(self) -> int:
-        self.calls += 1
-        if self.calls <= self.left:
-            raise self.error("not now")
-        return self.calls
-
-
-@pytest.fixture
-def pauses(monkeypatch) -> list[float]:
-    """The pauses that were made, each as long as chance allows."""
-    made: list[float] = []
-    monkeypatch.setattr(random, "uniform", lambda low, high: high)
-    monkeypatch.setattr(time, "sleep", made.append)
-    return made
-
-
-@pytest.mark.parametrize(
-    ("failures", "patience", "expected"),
-    [
-        (0, Patience(), []),
-        (1, Patience(), [0.5]),
-        (5, Patience(), [0.5, 1, 2, 4, 8]),
-        (4, Patience(attempts=5, first=3, longest=10), [3, 6, 10, 10]),
-    ],
-)
-def test_pauses_double_up_to_the_longest(
-    pauses: list[float], failures: int, patience: Patience, expected: list
-) -> None:
-    assert patience(Failing(failures)) == failures + 1
-    assert pauses == expected
-
-
-def test_patience_ends_with_the_last_attempt_and_no_pause_after_it(pauses: list[float]) -> None:
-    failing = Failing(99)
-    with pytest.raises(TierUnavailable, match="not now"):
-        Patience(attempts=3, first=1)(failing)
-    assert (failing.calls, pauses) == (3, [1, 2])
-
-
-def test_pauses_vary_between_nothing_and_the_longest(monkeypatch) -> None:
-    asked: list[tuple[float, float]] = []
-    monkeypatch.setattr(random, "uniform", lambda low, high: asked.append((low, high)) or 0.0)
-    Patience(attempts=4, first=1)(Failing(3))
-    assert asked == [(0, 1), (0, 2), (0, 4)]
-
-
-@pytest.mark.parametrize("error", [FileNotFoundError, TierDenied, CheckpointCorrupt, ValueError])
-def test_there_is_no_patience_with_what_does_not_go_away(pauses: list[float], error: type[Exception]) -> None:
-    failing = Failing(1, error)
-    with pytest.raises(error):
-        Patience()(failing)
-    assert (failing.calls, pauses) == (1, [])
-
-
-def test_stop_ends_a_pause_at_once(monkeypatch) -> None:
-    monkeypatch.setattr(random, "uniform", lambda low, high: high)
-    stop = threading.Event()
-    failing = Failing(99)
-    threading.Timer(0.1, stop.set).start()
-    began = time.monotonic()
-    with pytest.raises(TierUnavailable):
-        Patience(first=60, longest=60, stop=stop)(failing)
-    assert time.monotonic() - began < 30
-    assert failing.calls == 1

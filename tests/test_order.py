@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Tens
 from torchmetrics import MeanMetric, SumMetric
 
 from forks import run_forks
-from lightning_resilience.order import Dealt, deal, draw, order_of
+from lightning_resilience.order import Dealt, Share, batches, deal, draw, kind_of, of_all_ranks, order_of
 from support import checkpoint_every, make_trainer, settle, strategy
 from test_exact import Augmented, OwnOrder, Recording, Remembering, Stop, Stream, run
 
@@ -53,6 +53,21 @@ def test_samples_that_do_not_come_out_even_are_given_out_twice_or_dropped() -> N
     ]
     assert [deal(left, rank, share, drop_uneven=True).tolist() for rank in range(4)] == [[10], [11], [12], [13]]
     assert [deal(left[:1], rank, share, drop_uneven=False).tolist() for rank in range(4)] == [[10]] * 4
+
+
+@pytest.mark.parametrize(
+    ("samples", "share", "count"),
+    [
+        (0, {"ranks": 1, "batch_size": 3, "drop_last": False}, 0),
+        (6, {"ranks": 1, "batch_size": 3, "drop_last": False}, 2),
+        (7, {"ranks": 4, "batch_size": 3, "drop_last": False}, 3),
+        (7, {"ranks": 4, "batch_size": 3, "drop_last": True}, 2),
+        (2, {"ranks": 1, "batch_size": 3, "drop_last": True}, 0),
+    ],
+)
+def test_batches_of_one_rank_and_samples_of_all(samples: int, share: Share, count: int) -> None:
+    assert batches(torch.arange(samples), share) == count
+    assert of_all_ranks(share) == share["ranks"] * 3
 
 
 DATA = TensorDataset(torch.arange(30))
@@ -105,6 +120,23 @@ def test_order_of_one_process_is_drawn_again_with_its_generators(make: Callable[
 )
 def test_order_that_nobody_can_tell_is_not_told(loader: Any, ranks: int) -> None:
     assert order_of(loader, ranks) is None
+
+
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [
+        (lambda: DataLoader(DATA, shuffle=True, batch_size=7), True),
+        (lambda: DataLoader(DATA), False),
+        (lambda: DataLoader(DATA, sampler=OwnOrder()), False),
+        (lambda: DataLoader(DATA, sampler=RandomSampler(DATA, num_samples=17)), False),
+        (lambda: DataLoader(DATA, sampler=DistributedSampler(DATA, 1, 0)), False),
+    ],
+)
+def test_orders_are_of_one_kind_where_their_sampler_is(other: Callable[[], DataLoader[Any]], same: bool) -> None:
+    first, second = order_of(DataLoader(DATA, shuffle=True), 1), order_of(other(), 1)
+    assert first is not None
+    assert second is not None
+    assert (kind_of(first) == kind_of(second)) == same
 
 
 def test_another_sampler_does_not_pass_for_the_one_that_was() -> None:

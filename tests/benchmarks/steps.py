@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_resilience import AdaptiveSchedule, EverySeconds, ResilientCheckpoint
-from lightning_resilience.data import Track
 from lightning_resilience.schedule import Schedule
 from lightning_resilience.session import Session
+from lightning_resilience.track import Track
 from lightning_resilience.watch import Watch
 
 STEPS = 3000
