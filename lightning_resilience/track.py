@@ -31,7 +31,7 @@ from typing import Any, Protocol
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_resilience import run_state
@@ -307,10 +307,15 @@ class Track:
         states = position["workers"] if position is not None and persist and not begun else {}
         if not begun:
             self.workers = dict(states)
-        if self.guide.shared_seed is not None and isinstance(
-            getattr(loader, "sampler", None), DistributedSamplerWrapper
-        ):
-            return self._drawn_alike(make)
+        is_drawn_by_each = isinstance(getattr(loader, "sampler", None), DistributedSamplerWrapper)
+        if self.guide.shared_seed is not None and is_drawn_by_each:
+            if (dealt := self._dealt_alike(self.guide.shared_seed)) is not None:
+                return self._with_a_part(make, dealt)
+            rank_zero_warn(
+                "After the change of the number of ranks each of them draws an order of its own: the loader's is not"
+                " known to this package, so some samples come twice in an epoch and others not at all. Give the sampler"
+                " a seed of its own that all ranks share."
+            )
         self._made_with = None if self._is_stock() else self._generators()
         self.start = self._generators() if _workers(loader) and self._is_stock() else None
         if self.start is not None:
@@ -320,10 +325,9 @@ class Track:
         self.workers_at_start = dict(self.workers)
         return iterator
 
-    def _drawn_alike(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """An epoch whose order every rank draws for itself, where their generators do not agree any more."""
-        seed = self.guide.shared_seed
-        assert seed is not None
+    def _dealt_alike(self, seed: bytes) -> Position | None:
+        """This rank's part of an epoch whose order every rank draws for itself, where their generators do not agree any
+        more; None where that order cannot be drawn from here."""
         with run_state.kept():
             run_state.derive(seed, int(self._loader.sampler.epoch), 0)
             start = self._generators()
@@ -342,9 +346,7 @@ class Track:
             "generators": start["own"],
             "samplers": {},
         }
-        dealt = self.deal(position, position["share"])
-        assert dealt is not None
-        return self._with_a_part(make, dealt)
+        return self.deal(position, position["share"])
 
     def _in_the_middle(self, make: Callable[[], Iterator[Any]], position: Position) -> Iterator[Any]:
         """After ``count`` batches, with the generators that the iterator began with; they are put back afterwards."""
