@@ -84,6 +84,7 @@ class Folder:
     ranking: Ranking | None = None
     link: str | None = None
     remote_keep: Keep | None = None
+    _told: list[str] = field(default_factory=list)
 
     @property
     def leader(self) -> int:
@@ -95,6 +96,15 @@ class Folder:
         if self.link is not None:
             try:
                 self.tier.point(self.link, name)
+            except FileExistsError:
+                if not self._told:
+                    self._told.append(self.link)
+                    log.warning(
+                        "event=link folder=%s link=%s outcome=none reason='it is there, and no link of ours: move it"
+                        " away to have one that leads to the newest checkpoint'",
+                        self.tier.where(),
+                        self.link,
+                    )
             except OSError as error:
                 log.warning("event=link folder=%s error=%r", self.tier.where(), error)
 
