@@ -270,8 +270,9 @@ class Engine:
             job.metadata = plan.metadata
 
     def _prepare(self, snapshot: Snapshot) -> Prepared:
-        if isinstance(snapshot.meta, Exception):
-            raise snapshot.meta
+        for content in (snapshot.meta, snapshot.rank_state):
+            if isinstance(content, Exception):
+                raise content
         return self._planner.prepare(snapshot.state, snapshot.identical)
 
     def _submit(self, job: Callable[[], None]) -> None:
