@@ -454,8 +454,13 @@ def test_file_whose_way_here_breaks_off_leaves_its_place_as_it_was(tier: LocalTi
         sink.write_bytes(FILES[entry.path][:10])
         raise ConnectionResetError
 
-    with pytest.raises(ConnectionResetError), tier.arriving(name, entry, "another node") as sink:
-        breaks_off(sink)
+    def fills_the_disk(sink: Path) -> None:
+        sink.write_bytes(b"a part")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    says = rf"{entry.path} \({entry.size:,} bytes\) from s3://bucket finds no place"
+    with pytest.raises(TierUnavailable, match=says), tier.arriving(name, entry, "s3://bucket") as sink:
+        fills_the_disk(sink)
     assert tree(tier.root) == before
 
 
