@@ -422,12 +422,14 @@ def test_file_that_finds_no_room_is_named_with_its_size(tier: LocalTier) -> None
     name = save(tier)
     entry = store.read_manifest(tier, name).files[1]
     before = tree(tier.root)
-    with (
-        pytest.raises(TierUnavailable, match=rf"{entry.path} \({entry.size:,} bytes\) from s3://bucket finds no place"),
-        tier.arriving(name, entry, "s3://bucket") as sink,
-    ):
+
+    def fills_the_disk(sink: Path) -> None:
         sink.write_bytes(b"a part")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    says = rf"{entry.path} \({entry.size:,} bytes\) from s3://bucket finds no place"
+    with pytest.raises(TierUnavailable, match=says), tier.arriving(name, entry, "s3://bucket") as sink:
+        fills_the_disk(sink)
     assert tree(tier.root) == before
 
 
