@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lightning_resilience import cli
+from lightning_resilience import cli, commands, console
 from lightning_resilience._version import __version__
 from lightning_resilience.manifest import MANIFEST, WEIGHTS_ONLY, digest
 from lightning_resilience.tiers import LocalTier
@@ -54,7 +54,7 @@ def document(call):
 
 def process(*argv: object, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "lightning_resilience.cli", *map(str, argv)],
+        [sys.executable, "-m", "lightning_resilience", *map(str, argv)],
         **{"capture_output": True, "text": True, "timeout": 120, **options},
     )
 
@@ -336,7 +336,7 @@ def test_a_checkpoint_that_retention_takes_during_a_verify_is_no_problem(
         return real(self, name, file)
 
     monkeypatch.setattr(LocalTier, "digest", digest_while_removing)
-    monkeypatch.setattr(cli, "READERS", 1)
+    monkeypatch.setattr(commands, "READERS", 1)
     code, found = document("verify", tier.root)
     assert (code, [ckpt["name"] for ckpt in found["checkpoints"]]) == (0, ["step=2.ckpt"])
 
@@ -347,7 +347,7 @@ def test_an_interrupt_stops_a_verify_without_a_traceback(tier: LocalTier, call, 
     def interrupted(*args: object) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli.store, "content_problem", interrupted)
+    monkeypatch.setattr(commands.store, "content_problem", interrupted)
     code, out, err = call("verify", tier.root)
     assert (code, out, err) == (130, "", "lightning-resilience: interrupted\n")
 
@@ -381,7 +381,7 @@ class Clock:
 def test_progress_is_a_bar_on_a_terminal_and_is_taken_away_at_the_end(monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     clock, stream = Clock(), Terminal()
-    meter = cli.Meter(4096, stream, "verified", clock)
+    meter = console.Meter(4096, stream, "verified", clock)
     clock.now = 2.0
     meter.advance(1024, "a-checkpoint-with-a-long-name.ckpt")
     shown = stream.getvalue()
@@ -392,7 +392,7 @@ def test_progress_is_a_bar_on_a_terminal_and_is_taken_away_at_the_end(monkeypatc
 
 def test_progress_is_a_plain_line_now_and_then_elsewhere() -> None:
     clock, stream = Clock(), io.StringIO()
-    meter = cli.Meter(4096, stream, "verified", clock)
+    meter = console.Meter(4096, stream, "verified", clock)
     for second in range(1, 26):
         clock.now = float(second)
         meter.advance(100, "a.ckpt")
@@ -405,7 +405,7 @@ def test_progress_is_a_plain_line_now_and_then_elsewhere() -> None:
 
 def test_progress_of_nothing_does_not_divide_by_it() -> None:
     clock, stream = Clock(), Terminal()
-    meter = cli.Meter(0, stream, "verified", clock)
+    meter = console.Meter(0, stream, "verified", clock)
     clock.now = 1.0
     meter.advance(0, "empty.ckpt")
     assert "100%" in stream.getvalue()
@@ -418,7 +418,7 @@ ROW = {"NAME": "epoch=0-step=1200.ckpt", "SIZE": "1.2 GiB", "METRICS": "val_loss
 
 @pytest.mark.parametrize("width", [None, 100, 80, 60, 40, 10])
 def test_a_table_fits_the_terminal_and_keeps_names_whole(width: int | None) -> None:
-    lines = list(cli.table([ROW, {**ROW, "NAME": "a.ckpt"}], width, right=("SIZE",)))
+    lines = list(console.table([ROW, {**ROW, "NAME": "a.ckpt"}], width, right=("SIZE",)))
     assert len(lines) == 3
     assert lines[1].startswith(ROW["NAME"])
     if width is None:
@@ -434,7 +434,7 @@ def test_a_table_fits_the_terminal_and_keeps_names_whole(width: int | None) -> N
     [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (5 * 2**30, "5.0 GiB"), (2**52, "4096.0 TiB")],
 )
 def test_sizes_are_for_people(size: int, text: str) -> None:
-    assert cli.human_size(size) == text
+    assert console.human_size(size) == text
 
 
 @pytest.mark.parametrize(
@@ -450,11 +450,11 @@ def test_sizes_are_for_people(size: int, text: str) -> None:
     ],
 )
 def test_ages_are_for_people(ago: timedelta, text: str) -> None:
-    assert cli.age(f"{NOW - ago:%Y-%m-%dT%H:%M:%SZ}", NOW) == text
+    assert console.age(f"{NOW - ago:%Y-%m-%dT%H:%M:%SZ}", NOW) == text
 
 
 def test_a_time_that_cannot_be_read_is_shown_as_it_is() -> None:
-    assert cli.age("yesterday", NOW) == "yesterday"
+    assert console.age("yesterday", NOW) == "yesterday"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
