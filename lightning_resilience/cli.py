@@ -145,24 +145,21 @@ def _parser() -> argparse.ArgumentParser:
     command = add(
         "prune",
         "remove what a rule does not keep",
-        "Judge the checkpoints of a folder or a cold tier by a rule, say why each stays or goes, and remove what goes.",
+        "Judge the checkpoints of a folder or a cold tier by a rule, say why each stays or goes, and remove what goes. "
+        "The rule is the one that the newest checkpoint records, as `ls` shows it; an option takes the place of a part "
+        "of it. Where none is recorded, the options are the rule.",
         "runs/7 --last 3 --milestones 10000 --dry-run",
     )
     command.add_argument("path", metavar="ROOT", help="folder or URL that holds the checkpoints")
-    command.add_argument("--last", type=typed.number(1, -1), default=3, help="how many of the newest stay (3); -1: all")
-    command.add_argument(
-        "--top-k", type=typed.number(0, -1), help="how many of the best by --monitor stay besides; -1: all"
-    )
-    command.add_argument("--monitor", help="metric for --top-k")
-    command.add_argument("--mode", choices=("min", "max"), default="min", help="which scores are best (min)")
+    command.add_argument("--last", type=typed.number(1, -1), help="how many of the newest stay; -1: all")
+    command.add_argument("--top-k", type=typed.number(0, -1), help="how many of the best stay besides; -1: all")
+    command.add_argument("--monitor", help="metric that says which are best")
+    command.add_argument("--mode", choices=("min", "max"), help="which scores are best")
     command.add_argument(
         "--milestones", type=typed.number(1), help="one checkpoint for each multiple of so many steps stays"
     )
     command.add_argument(
-        "--marked",
-        type=typed.number(0),
-        default=1,
-        help="how many of the newest that the schedule labelled milestone stay (1)",
+        "--marked", type=typed.number(0), help="how many of the newest that the schedule labelled milestone stay"
     )
     command.add_argument("--max-bytes", type=typed.number(1), help="size of all that stay together")
     command.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")

@@ -7,12 +7,13 @@ left out, goes to stderr.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from typing import Any
 
-from lightning_resilience import housekeeping, store
+from lightning_resilience import housekeeping, retention, store
 from lightning_resilience.at_path import find, find_remote, not_a_folder, one_checkpoint
-from lightning_resilience.console import Meter, count_of, human_size
+from lightning_resilience.console import Meter, clean, count_of, human_size
 from lightning_resilience.errors import CheckpointCorrupt, CheckpointNotFound, ResilienceError, SetupError
 from lightning_resilience.manifest import (
     MANIFEST,
@@ -22,10 +23,9 @@ from lightning_resilience.manifest import (
     WEIGHTS_ONLY,
     FileEntry,
     Manifest,
-    newest_first,
 )
 from lightning_resilience.remote import RemoteTier
-from lightning_resilience.retention import Keep, Ranking, judge, understood
+from lightning_resilience.retention import Keep, Ranking
 from lightning_resilience.tiers import LocalTier, Tier, local_path
 from lightning_resilience.urls import is_url
 
@@ -55,7 +55,7 @@ def ls(options: argparse.Namespace) -> Document:
         found.broken |= {there.tier.where(name): error for name, error in there.broken.items()}
         found.leftovers += [there.tier.where(name) for name in there.leftovers]
     own = "cold" if is_url(options.path) else "hot"
-    here_by_rule = _reasons(found.committed, own) or _reasons(found.committed, "hot")
+    here_by_rule = _reasons(found.committed, *_rules_for(options.path))
     there_by_rule = _reasons(cold, "cold")
     copies = {name: housekeeping.same_save(cold, manifest) for name, manifest in found.committed.items()}
     rows: list[tuple[Manifest, Document]] = []
@@ -77,13 +77,18 @@ def ls(options: argparse.Namespace) -> Document:
     }
 
 
-def _reasons(committed: dict[str, Manifest], tier: str) -> dict[str, tuple[str, ...]]:
-    """Why each checkpoint of a tier stays, or does not, by the rules that the newest one states."""
-    said = committed[newest_first(committed)[0]].extra.get("retention") if committed else None
-    rule = understood(said, tier) if said is not None else None
-    if rule is None:
+def _rules_for(place: str) -> tuple[str, ...]:
+    """Whose rules are those of a place, as manifests record them."""
+    return ("cold", "hot") if is_url(place) else ("hot",)
+
+
+def _reasons(committed: dict[str, Manifest], *tiers: str) -> dict[str, tuple[str, ...]]:
+    """Why each checkpoint of a tier stays, or does not, by the rule that they record."""
+    found = retention.recorded(committed, *tiers)
+    if found is None:
         return {}
-    return {judgement.name: judgement.reasons for judgement in judge(committed, *rule)}
+    _, keep, ranking = found
+    return {judgement.name: judgement.reasons for judgement in retention.judge(committed, keep, ranking)}
 
 
 def _row(name: str, manifest: Manifest, reasons: list[str], tiers: list[str]) -> Document:
@@ -258,10 +263,6 @@ def _copies(source: Tier, target: Tier, copied: list[tuple[str, Manifest, int]])
 
 def prune(options: argparse.Namespace) -> Document:
     """Judge checkpoints by a rule, and remove what goes."""
-    if options.top_k is not None and options.monitor is None:
-        options.wrong_usage("--top-k ranks checkpoints, and there is no --monitor to rank them by")
-    keep = Keep(options.last, options.top_k, options.milestones, options.max_bytes, options.marked)
-    ranking = Ranking(options.monitor, options.mode) if options.monitor is not None else None
     tier: LocalTier | RemoteTier
     if is_url(options.path):
         tier = RemoteTier(options.path, options.storage_options)
@@ -270,21 +271,59 @@ def prune(options: argparse.Namespace) -> Document:
         if not path.is_dir():
             raise not_a_folder(path)
         tier = LocalTier(path)
-    judgements, removed = housekeeping.prune(tier, keep, ranking, dry_run=options.dry_run)
+    committed = store.list_checkpoints(tier).committed
+    document: Document = {"ok": True, "root": tier.where(), "dry_run": options.dry_run, "checkpoints": []}
+    if not committed:
+        return document
+    keep, ranking, origin = _rule(options, committed)
+    pruned = housekeeping.prune(tier, committed, keep, ranking, dry_run=options.dry_run)
+    for name, why in pruned.left.items():
+        print(clean(f"{PROG}: {name} was not removed: {why}"), file=sys.stderr)
+    rule = {**dataclasses.asdict(keep), **(dataclasses.asdict(ranking) if ranking is not None else {})}
     return {
-        "ok": options.dry_run or all(judgement.keep or judgement.name in removed for judgement in judgements),
-        "root": tier.where(),
-        "dry_run": options.dry_run,
+        **document,
+        "ok": not pruned.left,
+        "rule": {"keeps": retention.described(keep, ranking), **origin, **rule},
         "checkpoints": [
             {
                 "name": judgement.name,
                 "keep": judgement.keep,
-                "removed": judgement.name in removed,
+                "removed": judgement.name in pruned.removed,
                 "reasons": list(judgement.reasons),
+                "left": pruned.left.get(judgement.name),
             }
-            for judgement in judgements
+            for judgement in pruned.judgements
         ],
     }
+
+
+def _rule(options: argparse.Namespace, committed: dict[str, Manifest]) -> tuple[Keep, Ranking | None, Document]:
+    """The rule that the checkpoints record, with what was typed in the place of its parts; and where it is from."""
+    found = retention.recorded(committed, *_rules_for(options.path))
+    name, keep, ranking = found if found is not None else (None, Keep(), None)
+    parts = ("last", "top_k", "milestones", "marked", "max_bytes", "monitor", "mode")
+    given = {part: value for part in parts if (value := getattr(options, part)) is not None}
+    if found is None and not given:
+        options.wrong_usage(
+            "no checkpoint there records a rule that this version knows: say what is to stay, such as --last 3"
+        )
+    keep = dataclasses.replace(
+        keep, **{part: value for part, value in given.items() if part not in ("monitor", "mode")}
+    )
+    monitor = options.monitor or (ranking.monitor if ranking is not None else None)
+    mode = options.mode or (ranking.mode if ranking is not None else "min")
+    if monitor is None and (options.top_k is not None or options.mode is not None):
+        option = "--top-k" if options.top_k is not None else "--mode"
+        options.wrong_usage(f"{option} ranks checkpoints, and there is no --monitor to rank them by")
+    if options.monitor is not None:
+        metrics = sorted({metric for manifest in committed.values() for metric in manifest.metrics})
+        if monitor not in metrics:
+            there = f"there are {', '.join(metrics)}" if metrics else "they have none"
+            options.wrong_usage(f"--monitor {monitor}: no checkpoint has that metric; {there}")
+        if not keep.top_k:
+            options.wrong_usage("--monitor ranks checkpoints, and there is no --top-k to say how many stay")
+    origin = {"recorded_by": name, "given": [f"--{part.replace('_', '-')}" for part in given]}
+    return keep, Ranking(monitor, mode) if monitor is not None else None, origin
 
 
 def pin(options: argparse.Namespace) -> Document:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_resilience import store
-from lightning_resilience.errors import CheckpointCorrupt, CheckpointNotFound, SetupError
+from lightning_resilience.errors import CheckpointCorrupt, CheckpointNotFound, ResilienceError, SetupError
 from lightning_resilience.manifest import (
     EXTENSION,
     MANIFEST,
@@ -116,18 +117,40 @@ def push(source: LocalTier, name: str, manifest: Manifest, target: RemoteTier, t
     return sum(sent)
 
 
-def prune(
-    tier: WritableTier, keep: Keep, ranking: Ranking | None, *, dry_run: bool
-) -> tuple[list[Judgement], set[str]]:
-    """Judge all checkpoints of a tier, and remove what the rule gives up unless it is a dry run.
+@dataclass
+class Pruned:
+    """What a rule did to a tier: its ``judgements``, newest first, the names of what was ``removed``, and why others
+    are ``left`` that were to go."""
 
-    Returns:
-        The judgements, newest first, and the names of what was removed.
-    """
-    committed = store.list_checkpoints(tier).committed
-    judgements = judge(committed, keep, ranking, {entry.at for one in committed.values() for entry in one if entry.at})
-    removed = [] if dry_run else store.retain(tier, keep, ranking, committed=committed)
-    return judgements, {judgement.name for judgement in removed}
+    judgements: list[Judgement]
+    removed: set[str] = field(default_factory=set)
+    left: dict[str, str] = field(default_factory=dict)
+
+
+def prune(
+    tier: WritableTier, committed: Mapping[str, Manifest], keep: Keep, ranking: Ranking | None, *, dry_run: bool
+) -> Pruned:
+    """Judge the checkpoints of a tier, and remove what the rule gives up unless it is a dry run."""
+    referred = {entry.at for manifest in committed.values() for entry in manifest if entry.at}
+    pruned = Pruned(judge(committed, keep, ranking, referred))
+    for judgement in () if dry_run else pruned.judgements:
+        if judgement.keep:
+            continue
+        try:
+            why = store.forget(tier, judgement)
+        except (OSError, ResilienceError) as error:
+            why = _in_words(error)
+        if why is None:
+            pruned.removed.add(judgement.name)
+        else:
+            pruned.left[judgement.name] = why
+    return pruned
+
+
+def _in_words(error: OSError | ResilienceError) -> str:
+    if isinstance(error, ResilienceError):
+        return f"{error.message} {error.hint}".strip()
+    return error.strerror or str(error)
 
 
 def label(tier: LocalTier | RemoteTier, name: str, manifest: Manifest, *, pinned: bool) -> bool:

@@ -132,8 +132,20 @@ def copies(document: Document, width: int | None, now: datetime) -> Iterator[str
 
 
 def prune(document: Document, width: int | None, now: datetime) -> Iterator[str]:
-    """A line a checkpoint, with the reasons."""
-    going = "would go" if document["dry_run"] else "could not be removed"
+    """The rule, then a line a checkpoint, with the reasons."""
+    if not document["checkpoints"]:
+        yield f"No checkpoints in {document['root']}."
+        return
+    rule = document["rule"]
+    typed = ", ".join(rule["given"])
+    if rule["recorded_by"] is None:
+        origin = f"by {typed}; no checkpoint there records a rule that this version knows"
+    else:
+        origin = f"as {rule['recorded_by']} records it" + (f", but for {typed}" if typed else "")
+    yield clean(f"What stays: {rule['keeps']}")
+    yield clean(f"  ({origin})")
+    yield ""
+    going = "would go" if document["dry_run"] else "not removed"
     rows = [
         {
             "VERDICT": "stays" if ckpt["keep"] else "removed" if ckpt["removed"] else going,
@@ -142,7 +154,7 @@ def prune(document: Document, width: int | None, now: datetime) -> Iterator[str]
         }
         for ckpt in document["checkpoints"]
     ]
-    yield from table(rows, width) if rows else [f"No checkpoints in {document['root']}."]
+    yield from table(rows, width)
 
 
 def pin(document: Document, width: int | None, now: datetime) -> Iterator[str]:
