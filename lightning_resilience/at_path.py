@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from lightning_resilience import store
 from lightning_resilience.errors import CheckpointCorrupt, CheckpointIncompatible, CheckpointNotFound, ResilienceError
 from lightning_resilience.housekeeping import open_url
+from lightning_resilience.ledger import LEDGER
 from lightning_resilience.manifest import EXTENSION, MANIFEST, PARTIAL, REMOVED, Manifest
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.tiers import LocalTier, Tier, local_path
@@ -80,6 +81,28 @@ def find_remote(url: str, storage: Storage) -> Found:
         return Found(tier, {name: store.read_manifest(tier, name)})
     except (CheckpointCorrupt, CheckpointIncompatible) as error:
         return Found(tier, broken={name: error})
+
+
+def refuse_strange(found: Found, elsewhere: Collection[str] = ()) -> None:
+    """Make sure that a folder without checkpoints is one that a run may be about to fill.
+
+    Args:
+        found: what lies in it.
+        elsewhere: checkpoints of that run in another place.
+
+    Raises:
+        CheckpointNotFound: it holds other things only.
+    """
+    tier = found.tier
+    if any((found.committed, found.broken, found.leftovers, found.stock, elsewhere)) or not isinstance(tier, LocalTier):
+        return
+    with os.scandir(tier.root) as entries:
+        names = {entry.name for entry in entries}
+    if names and LEDGER not in names:
+        raise CheckpointNotFound(
+            f"There are no checkpoints in {str(tier.root)!r}, nor anything else of a run.",
+            hint="Give the dirpath= of the run.",
+        )
 
 
 def _names_a_checkpoint(path: Path) -> bool:

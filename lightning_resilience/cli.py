@@ -161,13 +161,13 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--marked", type=typed.number(0), help="how many of the newest that the schedule labelled milestone stay"
     )
-    command.add_argument("--max-bytes", type=typed.number(1), help="size of all that stay together")
+    command.add_argument("--max-bytes", type=typed.size, help="size of all that stay together: 500MB, 1.5T, 10GiB")
     command.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
     command.set_defaults(gather=commands.prune, render=rendering.prune)
 
-    for name, does in (("pin", "let no rule remove a checkpoint"), ("unpin", "let rules remove a checkpoint again")):
+    for name, does in (("pin", "let no rule remove checkpoints"), ("unpin", "let rules remove checkpoints again")):
         command = add(name, does, f"{does.capitalize()}.", "runs/7/epoch=0-step=1200.ckpt")
-        command.add_argument("path", metavar="CKPT", help="folder or URL of a checkpoint")
+        command.add_argument("paths", metavar="CKPT", nargs="+", help="folder or URL of a checkpoint")
         command.set_defaults(gather=commands.pin, render=rendering.pin, pinned=name == "pin")
 
     command = add(

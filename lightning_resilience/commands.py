@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from lightning_resilience import housekeeping, retention, store
-from lightning_resilience.at_path import find, find_remote, not_a_folder, one_checkpoint
+from lightning_resilience.at_path import find, find_remote, not_a_folder, one_checkpoint, refuse_strange
 from lightning_resilience.console import Meter, clean, count_of, human_size
 from lightning_resilience.errors import CheckpointCorrupt, CheckpointNotFound, ResilienceError, SetupError
 from lightning_resilience.manifest import (
@@ -54,6 +54,7 @@ def ls(options: argparse.Namespace) -> Document:
         cold = there.committed
         found.broken |= {there.tier.where(name): error for name, error in there.broken.items()}
         found.leftovers += [there.tier.where(name) for name in there.leftovers]
+    refuse_strange(found, cold)
     own = "cold" if is_url(options.path) else "hot"
     here_by_rule = _reasons(found.committed, *_rules_for(options.path))
     there_by_rule = _reasons(cold, "cold")
@@ -71,6 +72,7 @@ def ls(options: argparse.Namespace) -> Document:
     return {
         "ok": not found.broken,
         "root": found.tier.where(),
+        "monitor": _monitor(found.committed or cold),
         "checkpoints": [row for _, row in rows],
         "unusable": [{"name": name, **failure(error)} for name, error in found.broken.items()],
         **found.mentioned(),
@@ -89,6 +91,12 @@ def _reasons(committed: dict[str, Manifest], *tiers: str) -> dict[str, tuple[str
         return {}
     _, keep, ranking = found
     return {judgement.name: judgement.reasons for judgement in retention.judge(committed, keep, ranking)}
+
+
+def _monitor(committed: dict[str, Manifest]) -> str | None:
+    """The metric that a run goes by."""
+    found = retention.recorded(committed, "hot", "cold")
+    return found[2].monitor if found is not None and found[2] is not None else None
 
 
 def _row(name: str, manifest: Manifest, reasons: list[str], tiers: list[str]) -> Document:
@@ -137,6 +145,7 @@ def _holds(manifest: Manifest) -> list[str]:
 def verify(options: argparse.Namespace) -> Document:
     """Every file of every checkpoint, read and compared with its manifest."""
     found = find(options.path, options.storage_options)
+    refuse_strange(found)
     work = [(name, entry) for name, manifest in found.committed.items() for entry in manifest]
     answers = iter(_read_all(found.tier, work))
     checkpoints = []
@@ -274,6 +283,7 @@ def prune(options: argparse.Namespace) -> Document:
     committed = store.list_checkpoints(tier).committed
     document: Document = {"ok": True, "root": tier.where(), "dry_run": options.dry_run, "checkpoints": []}
     if not committed:
+        refuse_strange(find(options.path, options.storage_options))
         return document
     keep, ranking, origin = _rule(options, committed)
     pruned = housekeeping.prune(tier, committed, keep, ranking, dry_run=options.dry_run)
@@ -327,10 +337,18 @@ def _rule(options: argparse.Namespace, committed: dict[str, Manifest]) -> tuple[
 
 
 def pin(options: argparse.Namespace) -> Document:
-    """Pin a checkpoint, or unpin it."""
-    tier, name, manifest = one_checkpoint(options.path, options.storage_options)
-    changed = housekeeping.label(tier, name, manifest, pinned=options.pinned)
-    return {"ok": True, "name": name, "pinned": options.pinned, "changed": changed}
+    """Pin checkpoints, or unpin them; none of them where one is not there."""
+    opened = [one_checkpoint(path, options.storage_options) for path in options.paths]
+    checkpoints = [
+        {
+            "name": name,
+            "path": tier.where(name),
+            "changed": housekeeping.label(tier, name, manifest, pinned=options.pinned),
+        }
+        for tier, name, manifest in opened
+    ]
+    changed = any(ckpt["changed"] for ckpt in checkpoints)
+    return {"ok": True, "pinned": options.pinned, "changed": changed, "checkpoints": checkpoints}
 
 
 # -- simulate ---------------------------------------------------------------------------------------------------------

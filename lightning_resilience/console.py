@@ -56,13 +56,17 @@ class Meter:
             self.stream.flush()
 
 
-def table(rows: list[dict[str, str]], width: int | None, right: Sequence[str] = ()) -> Iterator[str]:
+def table(
+    rows: list[dict[str, str]], width: int | None, right: Sequence[str] = (), spare: Sequence[str] = ()
+) -> Iterator[str]:
     """Rows under their keys, in columns; columns without any value are left out.
 
     Args:
         rows: one dict a row, all with the same keys; the first column is never shortened.  No rows, no table.
-        width: columns of the terminal: the last columns are shortened to fit, or left out; None for no limit.
+        width: columns of the terminal: columns are shortened to fit, the last ones first, or left out; None for no
+            limit.
         right: keys of the columns that are aligned to the right.
+        spare: keys of the columns that are shortened and left out, the first one first, before others are shortened.
     """
     if not rows:
         return
@@ -70,7 +74,7 @@ def table(rows: list[dict[str, str]], width: int | None, right: Sequence[str] = 
     used = [key for key in rows[0] if any(row[key] for row in cells)]
     widths = {key: max(len(key), *(len(row[key]) for row in cells)) for key in used}
     if width is not None:
-        widths = _narrow(widths, width)
+        widths = _narrow(widths, width, spare)
     for row in ({key: key for key in widths}, *cells):
         texts = (
             fit(row[key], size).rjust(size) if key in right else fit(row[key], size).ljust(size)
@@ -79,19 +83,24 @@ def table(rows: list[dict[str, str]], width: int | None, right: Sequence[str] = 
         yield "  ".join(texts).rstrip()
 
 
-def _narrow(widths: dict[str, int], width: int) -> dict[str, int]:
-    """Shorten columns from the last one to the left, to ten characters at least, then leave them out, until all fit."""
-    widths = dict(widths)
-
-    def surplus() -> int:
-        return sum(widths.values()) + 2 * (len(widths) - 1) - width
-
-    names = list(widths)[:0:-1]
-    for name in names:
-        widths[name] -= max(0, min(surplus(), widths[name] - 10))
-    for name in names:
-        if surplus() > 0:
-            del widths[name]
+def _narrow(widths: dict[str, int], width: int, spare: Sequence[str]) -> dict[str, int]:
+    """Shorten columns from the last one to the left, to ten characters at least, and leave some out where that is not
+    enough: first of those that can be spared, then of all."""
+    _, *others = widths
+    for may_go in (
+        [name for name in spare if name in others],
+        [name for name in reversed(others) if name not in spare],
+    ):
+        for gone in range(len(may_go) + 1):
+            left = {name: size for name, size in widths.items() if name not in may_go[:gone]}
+            surplus = sum(left.values()) + 2 * (len(left) - 1) - width
+            for name in [name for name in reversed(left) if name in may_go]:
+                less = max(0, min(surplus, left[name] - 10))
+                left[name] -= less
+                surplus -= less
+            if surplus <= 0:
+                return left
+        widths = left
     return widths
 
 

@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from lightning_resilience.console import age, clean, count_of, human_size, table
-from lightning_resilience.manifest import PARTIAL, REMOVED
+from lightning_resilience.manifest import HEALTHY, PARTIAL, REMOVED
 
 Document = dict[str, Any]
 
@@ -26,14 +26,16 @@ def ls(document: Document, width: int | None, now: datetime) -> Iterator[str]:
             "RANKS": str(ckpt["world_size"]),
             "HEALTH": ckpt["health"],
             "LABELS": ",".join(ckpt["labels"]),
-            "METRICS": _metrics(ckpt["metrics"]),
             "KEPT": "; ".join(ckpt["kept"]),
+            "METRICS": _metrics(_worth_a_column(ckpt["metrics"], document["monitor"])),
             "REASON": ckpt["reason"],
         }
         for ckpt in document["checkpoints"]
     ]
     if rows:
-        yield from table(rows, width, right=("STEP", "EPOCH", "AGE", "SIZE", "RANKS"))
+        plain = ("HEALTH",) if all(ckpt["health"] == HEALTHY for ckpt in document["checkpoints"]) else ()
+        spare = ("RANKS", "EPOCH", *plain, "REASON", "LABELS")
+        yield from table(rows, width, right=("STEP", "EPOCH", "AGE", "SIZE", "RANKS"), spare=spare)
     else:
         yield f"No checkpoints in {document['root']}."
     if document["unusable"]:
@@ -117,6 +119,19 @@ def verify(document: Document, width: int | None, now: datetime) -> Iterator[str
     yield from _mentions(document)
 
 
+def _worth_a_column(metrics: dict[str, float | str], monitor: str | None) -> dict[str, float | str]:
+    """The monitored metric, then the others, without those that Lightning has under several names: what is logged by
+    step and by epoch is there as ``NAME``, ``NAME_step`` and ``NAME_epoch``."""
+
+    def stem(name: str) -> str:
+        plain = name.removesuffix("_step") if name.endswith("_step") else name.removesuffix("_epoch")
+        return plain if plain in metrics else name
+
+    first = [monitor] if monitor is not None and monitor in metrics else []
+    others = [name for name in metrics if stem(name) == name and name not in map(stem, first)]
+    return {name: metrics[name] for name in (*first, *others)}
+
+
 def _metrics(metrics: dict[str, float | str]) -> str:
     return ", ".join(
         f"{name}={value}" if isinstance(value, str) else f"{name}={value:.4g}" for name, value in metrics.items()
@@ -158,9 +173,10 @@ def prune(document: Document, width: int | None, now: datetime) -> Iterator[str]
 
 
 def pin(document: Document, width: int | None, now: datetime) -> Iterator[str]:
-    """One line."""
+    """A line a checkpoint."""
     state = "pinned" if document["pinned"] else "not pinned"
-    yield clean(f"{document['name']} is {state}{'' if document['changed'] else ' already'}.")
+    for ckpt in document["checkpoints"]:
+        yield clean(f"{ckpt['name']} is {state}{'' if ckpt['changed'] else ' already'}.")
 
 
 def simulate(document: Document, width: int | None, now: datetime) -> Iterator[str]:

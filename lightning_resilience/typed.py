@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,23 @@ def number(least: int, *others: int) -> Callable[[str], int]:
         return value
 
     return read
+
+
+def size(text: str) -> int:
+    """Bytes: a number, with a unit of thousands (``k``, ``kB``, ``MB``, …) or of 1024s (``Ki``, ``KiB``, …) behind it
+    or not."""
+    found = _SIZE.fullmatch(text.strip())
+    value = 0
+    if found is not None:
+        number, letter, binary = found.groups()
+        value = int(float(number) * (1024 if binary else 1000) ** (_PREFIXES.index(letter.lower()) if letter else 0))
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size in bytes, such as 500000000, 500MB, 1.5T or 10GiB")
+    return value
+
+
+_PREFIXES = " kmgtp"
+_SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(?:([kmgtp])(i?)b?|b)?", re.IGNORECASE)
 
 
 def url(text: str) -> str:

@@ -422,6 +422,23 @@ def test_pinned_checkpoint_outlives_every_rule_until_it_is_unpinned(
     assert names(call("ls", root)[1]) == ["step=200.ckpt"]
 
 
+def test_several_checkpoints_are_pinned_at_once_or_none_of_them(hot: LocalTier, call: Any, capsys: Any) -> None:
+    paths = [hot.path(save(hot, step=step)) for step in (1, 2, 3)]
+    code, document, err = call("pin", paths[0], hot.path("step=9.ckpt"), paths[1])
+    assert (code, document["error"]) == (1, "CheckpointNotFound")
+    assert "has: step=3.ckpt, step=2.ckpt, step=1.ckpt" in err
+    assert not any(ckpt["labels"] for ckpt in call("ls", hot.root)[1]["checkpoints"])
+    call("pin", paths[0])
+    assert [ckpt["changed"] for ckpt in call("pin", *paths[:2])[1]["checkpoints"]] == [False, True]
+    assert [ckpt["labels"] for ckpt in call("ls", hot.root)[1]["checkpoints"]] == [[], [PINNED], [PINNED]]
+    assert cli.main(["unpin", *map(str, paths)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "step=1.ckpt is not pinned.",
+        "step=2.ckpt is not pinned.",
+        "step=3.ckpt is not pinned already.",
+    ]
+
+
 def test_store_that_does_not_answer_is_an_error_with_its_cause(
     hot: LocalTier, url: str, call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
