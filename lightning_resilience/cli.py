@@ -4,7 +4,7 @@ Each command is two functions: one gathers a plain document, one renders that do
 document itself, and nothing else.  Every document carries ``ok``, which is also the exit code: 0 where it is true, 1
 where a problem was found; 2 is left to argparse, for wrong usage.
 
-Nothing here imports torch or lightning, so that a listing answers at once.
+Nothing here imports torch or lightning but ``export``, when it runs, so that a listing answers at once.
 """
 
 from __future__ import annotations
@@ -141,6 +141,19 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("url", type=typed.url, metavar="URL", help="cold tier")
     command.add_argument("--step", type=int, help="only the one of this step")
     command.set_defaults(gather=commands.push, render=rendering.copies)
+
+    command = add(
+        "export",
+        "write one file, as stock Lightning does, from a checkpoint",
+        "Write a checkpoint of any strategy as one file, which a stock Trainer goes on from (ckpt_path=FILE) and "
+        "load_from_checkpoint takes. Every byte is checked first. It takes as much memory as the file is large.",
+        "runs/7/epoch=0-step=1200.ckpt model.ckpt --weights-only",
+    )
+    command.add_argument("path", metavar="CKPT", help="folder or URL of a checkpoint")
+    command.add_argument("file", metavar="FILE", help="what to write")
+    command.add_argument("--weights-only", action="store_true", help="leave out what only training goes on with")
+    command.add_argument("--force", action="store_true", help="overwrite the file if it is there")
+    command.set_defaults(gather=commands.export, render=rendering.export)
 
     command = add(
         "prune",

@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any
 
 from lightning_resilience import housekeeping, retention, store
 from lightning_resilience.at_path import find, find_remote, not_a_folder, one_checkpoint, refuse_strange
-from lightning_resilience.console import Meter, clean, count_of, human_size
+from lightning_resilience.console import Meter, clean, count_of, doing, human_size
 from lightning_resilience.errors import CheckpointCorrupt, CheckpointNotFound, ResilienceError, SetupError
 from lightning_resilience.manifest import (
     MANIFEST,
@@ -267,6 +269,44 @@ def _copies(source: Tier, target: Tier, copied: list[tuple[str, Manifest, int]])
             {"name": name, "step": manifest.step, "size": manifest.size, "copied": size}
             for name, manifest, size in copied
         ],
+    }
+
+
+def export(options: argparse.Namespace) -> Document:
+    """One file, as stock Lightning writes it, from a checkpoint of any strategy."""
+    if is_url(options.file):
+        options.wrong_usage(f"{options.file}: the file is written to a folder, not to a URL")
+    file = local_path(options.file).absolute()
+    housekeeping.check_target(file, force=options.force)
+    tier, name, manifest = one_checkpoint(options.path, options.storage_options)
+    with ExitStack() as scope:
+        if isinstance(tier, RemoteTier):
+            meter = scope.enter_context(closing(Meter(manifest.size, sys.stderr, "fetched")))
+            here = scope.enter_context(housekeeping.fetched(tier, name, manifest, meter.advance))
+            manifest = manifest.standing_alone()
+        else:
+            here = tier
+            answers = _read_all(tier, [(name, entry) for entry in manifest])
+            if problems := [item["problem"] for item in _problems(manifest, answers)]:
+                raise CheckpointCorrupt(
+                    f"{tier.where(name)!r} is damaged: {'; '.join(problems)}.",
+                    problems=tuple(problems),
+                    hint="Export another one; verify says which are whole.",
+                )
+        with doing(f"reading {human_size(manifest.size)} …", sys.stderr):
+            from lightning_resilience import export as one_file  # here alone: it needs torch
+
+            checkpoint = one_file.read(here, name, manifest, weights_only=options.weights_only)
+    with closing(Meter(one_file.size_of(checkpoint), sys.stderr, "written")) as meter:
+        tell = partial(meter.advance, what=file.name)
+        size = one_file.write(checkpoint, file, force=options.force, tell=tell)
+    return {
+        "ok": True,
+        "from": tier.where(name),
+        "file": str(file),
+        "step": manifest.step,
+        "size": size,
+        "weights_only": options.weights_only or WEIGHTS_ONLY in manifest.labels,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from typing import TextIO
 
@@ -54,6 +55,21 @@ class Meter:
         if self.bar:
             self.stream.write("\r\x1b[K")
             self.stream.flush()
+
+
+@contextmanager
+def doing(what: str, stream: TextIO) -> Iterator[None]:
+    """Show what is going on while the block runs, on a terminal."""
+    shown = stream.isatty()
+    if shown:
+        stream.write(f"\r\x1b[K{fit(clean(what), shutil.get_terminal_size().columns - 1)}")
+        stream.flush()
+    try:
+        yield
+    finally:
+        if shown:
+            stream.write("\r\x1b[K")
+            stream.flush()
 
 
 def table(

@@ -6,13 +6,24 @@ Each copy is made as a save is: files first, each checked on its way, the manife
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import os
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from lightning_resilience import store
-from lightning_resilience.errors import CheckpointCorrupt, CheckpointNotFound, ResilienceError, SetupError
+from lightning_resilience import scratch, store
+from lightning_resilience.errors import (
+    CheckpointCorrupt,
+    CheckpointNotFound,
+    ResilienceError,
+    SetupError,
+    TierUnavailable,
+)
 from lightning_resilience.manifest import (
     EXTENSION,
     MANIFEST,
@@ -23,6 +34,7 @@ from lightning_resilience.manifest import (
 )
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.retention import Judgement, Keep, Ranking, judge
+from lightning_resilience.scratch import Scratch
 from lightning_resilience.tiers import LocalTier, Tier, WritableTier, partial_name
 
 COPIES = 4
@@ -84,6 +96,47 @@ def pull(source: RemoteTier, name: str, manifest: Manifest, target: LocalTier, t
             target.discard(partial)
             raise
     return manifest.size
+
+
+@contextmanager
+def fetched(source: RemoteTier, name: str, manifest: Manifest, tell: Told) -> Iterator[LocalTier]:
+    """A folder with a copy of a checkpoint from a cold tier, every byte checked, for as long as the block runs.
+
+    Raises:
+        CheckpointCorrupt: a file is not what the manifest says.
+        TierUnavailable: there is no room for it.
+    """
+    temporary = Path(tempfile.gettempdir())
+    scratch.sweep(temporary)
+    folder = Scratch(temporary, f"fetched-{uuid.uuid4().hex[:12]}")
+    try:
+        tier = LocalTier(folder.path)
+        try:
+            pull(source, name, manifest, tier, tell)
+        except OSError as error:
+            if isinstance(error, ResilienceError):
+                raise
+            raise TierUnavailable(
+                f"{source.where(name)!r} cannot be fetched to {str(temporary)!r}: {error.strerror or error}.",
+                hint=f"Set TMPDIR to a folder with {manifest.size:,} bytes to spare.",
+            ) from error
+        yield tier
+    finally:
+        folder.close()
+
+
+def check_target(file: Path, *, force: bool) -> None:
+    """Make sure that a file can be written.
+
+    Raises:
+        SetupError: there is something already, or no folder for it.
+    """
+    if file.is_dir():
+        raise SetupError(f"{str(file)!r} is a folder.", hint=f"Give the name of a file, such as {file / 'model.ckpt'}.")
+    if os.path.lexists(file) and not force:
+        raise SetupError(f"{str(file)!r} is there already.", hint="Give another name, or --force to overwrite it.")
+    if not file.parent.is_dir():
+        raise SetupError(f"There is no folder {str(file.parent)!r}.", hint=f"Try mkdir -p {file.parent}.")
 
 
 def same_save(committed: Mapping[str, Manifest], manifest: Manifest) -> str | None:

@@ -146,6 +146,12 @@ def copies(document: Document, width: int | None, now: datetime) -> Iterator[str
     yield clean(f"{document['from']} -> {document['to']}")
 
 
+def export(document: Document, width: int | None, now: datetime) -> Iterator[str]:
+    """One line."""
+    what = f"{'weights' if document['weights_only'] else 'all'} of step {document['step']}"
+    yield clean(f"{document['file']}: {what}, {human_size(document['size'])}, from {document['from']}")
+
+
 def prune(document: Document, width: int | None, now: datetime) -> Iterator[str]:
     """The rule, then a line a checkpoint, with the reasons."""
     if not document["checkpoints"]:
