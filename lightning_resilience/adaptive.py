@@ -13,7 +13,7 @@ Where the promises contradict each other, the RPO is kept.  From 0.7 of the inte
 the earlier, the calmer it has to be.  At 1.4 of it the save is made anyway.
 
 C and D are means of the last saves.  The first save of a process is left out as soon as there are others: it plans and
-allocates what all later ones use again.
+allocates what all later ones use again.  A run that has never saved does so after half a minute, if not before.
 
 M is the mean of a Gamma distribution over failure rates that has seen n failures in T seconds of training:
 (b + T) / (a + n).  The shape a is 1/2 (Jeffreys).  b is a tenth of the prior, which makes the first M a fifth of it: a
@@ -48,6 +48,8 @@ RECENT = 8
 """Saves whose cost counts."""
 FIRST_STALL = 1.0
 """Seconds that a save is taken to cost before there was one."""
+FIRST_SAVE = 30.0
+"""Seconds after which a run saves that has never saved: what that costs is what the interval goes by."""
 SHAPE, SCALE = 0.5, 0.1
 """Of the Gamma distribution over failure rates before anything is known: its shape, and its inverse scale as a share of
 the prior."""
@@ -182,6 +184,8 @@ class AdaptiveDecider(Decider):
         lead = self._seconds + MARGIN * ahead * self._step_seconds + self._longest_step + PATIENCE
         most = max(rpo - lead, rpo / 2)
         interval = min(max(interval, least), most)
+        if not self._costs and interval > FIRST_SAVE:
+            return Plan(FIRST_SAVE, earliest=FIRST_SAVE, latest=FIRST_SAVE, at_risk=False)
         return Plan(
             interval,
             earliest=min(max(EARLIEST * interval, least), most),
@@ -209,7 +213,8 @@ class AdaptiveDecider(Decider):
             return None
         trend = self.trend
         if passed >= plan.latest:
-            why = "the most to put at risk" if plan.at_risk else "the loss not calm" if trend.known else ""
+            late = "the loss not calm" if trend.known and self._costs else ""
+            why = "the most to put at risk" if plan.at_risk else late
         elif trend.known and trend.is_calm(min(passed / plan.interval / USUAL, 1.0)):
             why = "the loss calm"
         elif not trend.known and passed >= plan.interval:
@@ -221,6 +226,8 @@ class AdaptiveDecider(Decider):
     def quiet(self, now: float) -> float:
         """Seconds since the last save before which none is due, whatever loss and step times become from ``now`` on."""
         least = EARLIEST * math.sqrt(2 * self._stall * self.mtbf(now) / MOST)
+        if not self._costs:
+            least = min(least, FIRST_SAVE)
         return min(least, self._rule.rpo_seconds / 2 * EARLIEST)
 
     def _measure_steps(self, now: float) -> None:

@@ -39,7 +39,11 @@ def the_schedule(
     if steps:
         triggers.append(EverySteps(steps))
     if interval is not None:
-        triggers.append(EverySeconds(interval))  # type: ignore[arg-type]
+        if not isinstance(interval, timedelta):
+            raise SetupError(
+                f"train_time_interval={interval!r}: a datetime.timedelta is wanted, as ModelCheckpoint takes."
+            )
+        triggers.append(EverySeconds(interval.total_seconds()))
     if schedule is not None:
         check_schedule(schedule)
         if triggers:

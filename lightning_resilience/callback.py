@@ -56,6 +56,7 @@ from lightning_resilience.standings import best_first
 from lightning_resilience.store import list_checkpoints
 from lightning_resilience.tiers import LocalTier
 from lightning_resilience.urls import shown
+from lightning_resilience.watch import LOSS_KEY
 
 log = logging.getLogger("lightning_resilience")
 
@@ -127,7 +128,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         restore_optimizers: ``False`` resumes all but the optimizers and their schedulers, to go on with others.
 
     Raises:
-        SetupError: arguments that are unknown, out of range or contradict each other.
+        SetupError: arguments that are out of range or contradict each other.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class ResilientCheckpoint(ModelCheckpoint):
         enable_version_counter: bool = True,
         *,
         schedule: Schedule | None = None,
-        loss_key: str = "loss",
+        loss_key: str = LOSS_KEY,
         keep: Keep | None = None,
         memory: str | bool = "auto",
         overlap_staging: Literal["auto", False] = "auto",
@@ -422,6 +423,11 @@ class ResilientCheckpoint(ModelCheckpoint):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._fit is not None:
             self._fit.end()
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._fit is not None:
+            self._fit.tell_if_nothing_was_left()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -50,7 +50,7 @@ class Capture:
         self._doorway = doorway
         self._data = data
         self._exact_data = exact_data
-        self._checked_meta = False
+        self._has_saved = False
 
     def now(self, weights_only: bool, settled: bool) -> Snapshot:
         """The Trainer's state as it is now; see ``snapshot``."""
@@ -66,10 +66,11 @@ class Capture:
         state, rest = trainer_state.split(checkpoint, self._family.prefix)
         meta: bytes | Exception = b""
         if self._ranks.rank == 0:
-            meta = self._dump(rest)
+            meta = self._serialised(lambda: self._dump(rest))
         _check_saveable(state)
         family = self._family
-        own = run_state.to_bytes(self._of_this_rank(state, settled))
+        own = self._serialised(lambda: run_state.to_bytes(self._of_this_rank(state, settled)))
+        self._has_saved = True
         return Snapshot(state, family.identical, meta, own, family.trained, family.still)
 
     def tensors(self, weights_only: bool) -> Snapshot:
@@ -131,19 +132,29 @@ class Capture:
             own["data"] = self._data.state()
         return own
 
-    def _dump(self, rest: Mapping[str, Any]) -> bytes | Exception:
-        """Serialise the rest.  What cannot be saved at all stops the run at its first save, before hours are at
-        stake; later on it costs that save."""
-        try:
-            meta = trainer_state.dump(rest)
-            if not self._checked_meta:
-                trainer_state.check_loads(meta)
-        except SaveFailed as error:
-            if not self._checked_meta:
-                raise
-            return error
-        self._checked_meta = True
+    def _dump(self, rest: Mapping[str, Any]) -> bytes:
+        meta = trainer_state.dump(rest)
+        if not self._has_saved:
+            trainer_state.check_loads(meta)
         return meta
+
+    def _serialised(self, make: Callable[[], bytes]) -> bytes | Exception:
+        """What cannot be saved at all stops the run at its first save, before hours are at stake; later on it costs
+        that save."""
+        try:
+            return make()
+        except SaveFailed as error:
+            failure = error
+        except Exception as error:
+            failure = SaveFailed(
+                f"What rank {self._ranks.rank} has for itself cannot be saved: {type(error).__name__}: {error}.",
+                stage="plan",
+                hint="Look at state_dict() of datasets, samplers and loaders; or set exact_data=False.",
+            )
+            failure.__cause__ = error
+        if not self._has_saved:
+            raise failure
+        return failure
 
 
 def _check_saveable(state: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -24,7 +25,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_resilience.arguments import check_apart, identity
 from lightning_resilience.doorway import run_folder
 from lightning_resilience.errors import SetupError
-from lightning_resilience.manifest import Manifest
+from lightning_resilience.manifest import Manifest, newest_first
 from lightning_resilience.peers import Peers
 from lightning_resilience.ranks import Ranks, raise_first
 from lightning_resilience.remote import RemoteTier
@@ -50,8 +51,18 @@ def agreed_folder(given: str | None, callback: ModelCheckpoint, trainer: Trainer
     if given is not None and is_url(given):
         return given
     if given is not None and "$" in given:
+        raise_first(ranks.gathered(lambda: _check_variables(given)))
         return os.path.abspath(os.path.expandvars(given))
     return ranks.broadcast(os.path.abspath(local_path(run_folder(callback, trainer))))
+
+
+def _check_variables(path: str) -> None:
+    """Raise SetupError where a variable in a path is not set here."""
+    if unset := re.search(r"\$(\w+|\{\w+\})", os.path.expandvars(path)):
+        raise SetupError(
+            f"dirpath={path!r}: the environment variable {unset.group(1).strip('{}')} is not set.",
+            hint="Set it on every node, or give another dirpath=.",
+        )
 
 
 def sibling_folders(tier: LocalTier | RemoteTier) -> list[str]:
@@ -105,6 +116,7 @@ class Destination:
         self.standings = Standings(keep, ranking, top_k)
         self.standings.committed = manifests_in(self.folder, session.ranks)
         session.engine.count_from(self.standings.committed.values())
+        self.cold = cold
         self.replicator: Replicator | None = None
         if cold is not None:
             self.replicator = self._begin_replicating(cold, remote_keep, ranking)
@@ -155,7 +167,23 @@ class Destination:
         """Training begins."""
         begun, engine = self._session.resumption.resumed, self._session.engine
         self.standings.begin(engine.run, begun.manifest if begun is not None else None, engine.sequence)
+        if begun is None and self._session.ranks.rank == 0:
+            self._warn_of_others()
         self.offer()
+
+    def _warn_of_others(self) -> None:
+        """A run that starts where others have been: their checkpoints are not its own to remove."""
+        own, others = self.standings.own, self.standings.committed
+        if others := {name: one for name, one in others.items() if name not in own}:
+            newest = others[newest_first(others)[0]]
+            log.warning(
+                "event=others dirpath=%s checkpoints=%d newest_step=%d note=%r",
+                self.folder.tier.where(),
+                len(others),
+                newest.step,
+                "they are of other runs: they stay, and what this run keeps is counted without them; pass"
+                " ckpt_path='last' to fit to go on with that run, or give this one a dirpath of its own",
+            )
 
     def offer(self) -> None:
         """Let the cold tier have what is committed."""

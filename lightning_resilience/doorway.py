@@ -25,6 +25,7 @@ from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -330,6 +331,7 @@ class StepsByHand:
         self._since = 0
         self._hook = register_optimizer_step_post_hook(self._note)
 
+    @_disable_dynamo
     def _note(self, *_: Any) -> None:
         self._stepped = True
 
@@ -363,6 +365,7 @@ class BeforeSteps:
         self._calls_closures = calls_closures
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
+    @_disable_dynamo  # a step may be compiled, and what is done before it is not part of that
     def _before_step(
         self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

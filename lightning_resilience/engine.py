@@ -122,7 +122,8 @@ class Engine:
         self._protected[folder] = names
 
     def must_stay(self, folder: Folder) -> set[str]:
-        """Names that must stay in a folder now: what was resumed from, what is on its way elsewhere."""
+        """Names that must stay in a folder now: what was resumed from, until there is something newer; what is on its
+        way elsewhere."""
         return {*self.in_use, *self._protected.get(folder, tuple)()}
 
     def _take_over(self, folder: Folder) -> None:
@@ -269,8 +270,9 @@ class Engine:
             job.metadata = plan.metadata
 
     def _prepare(self, snapshot: Snapshot) -> Prepared:
-        if isinstance(snapshot.meta, Exception):
-            raise snapshot.meta
+        for content in (snapshot.meta, snapshot.rank_state):
+            if isinstance(content, Exception):
+                raise content
         return self._planner.prepare(snapshot.state, snapshot.identical)
 
     def _submit(self, job: Callable[[], None]) -> None:
@@ -343,6 +345,7 @@ class Engine:
             self._give_up(job, as_save_failed(error, save.step, self.ranks.rank))
             return
         self._failures[save.folder] = 0
+        self.in_use = set()  # there is something newer to go on from now
         job.release()
         now = time.perf_counter()
         save.persist, save.seconds = now - begin, now - save.began
@@ -368,7 +371,8 @@ class Engine:
         folder = save.folder
         assert folder.keep is not None
         try:
-            store.retain(folder.tier, folder.keep, folder.ranking, self.must_stay(folder), up_to=save.sequence)
+            must_stay = self.must_stay(folder)
+            store.retain(folder.tier, folder.keep, folder.ranking, must_stay, run=self.run, up_to=save.sequence)
         except Exception as error:
             log.warning("event=retain folder=%s error=%r", folder.tier.where(), error)
 

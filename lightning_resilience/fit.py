@@ -53,7 +53,7 @@ class Fit:
     def __init__(self, session: Session, destination: Destination, orders: Orders, audience: Audience) -> None:
         self._session = session
         self.destination = destination
-        self._timeout = orders.timeout
+        self._orders = orders
         self._audience = audience
         agreement = Agreement(session.ranks)
         self.watch = Watch(orders.schedule.by_agreement(), session.ranks.rank, orders.loss_key)
@@ -86,9 +86,24 @@ class Fit:
         now = self._saving.now
         self._begin_watch(now)
         self.destination.begin()
+        self._say_what_it_goes_by(now)
         self._saving.begin(now)
         self._has_begun = True
         self._audience.standings()
+
+    def _say_what_it_goes_by(self, now: Progress) -> None:
+        if self._session.ranks.rank == 0:
+            folder, orders = self.destination.folder, self._orders
+            cold = f" remote={self.destination.cold.where()}" if self.destination.cold is not None else ""
+            where = folder.tier.where()
+            log.info(
+                "event=fit step=%d dirpath=%s%s schedule=%r keep=%r",
+                now.step,
+                where,
+                cold,
+                orders.schedule,
+                folder.keep,
+            )
 
     def _begin_watch(self, now: Progress) -> None:
         resumed, tier = self._session.resumption.resumed, self.destination.folder.tier
@@ -135,6 +150,12 @@ class Fit:
         if self._session.ranks.rank == 0:
             log.info("event=summary step=%d %s", self._session.trainer.global_step, self.watch.summary())
 
+    def tell_if_nothing_was_left(self) -> None:
+        """The run was finished before: what there is of it is told all the same."""
+        if not self._has_begun:
+            self.destination.begin()
+            self._audience.standings()
+
     def leave(self) -> None:
         """Let what is on its way arrive.  Collective; ``close`` once all ranks have."""
         self.destination.offer()
@@ -142,7 +163,7 @@ class Fit:
 
     def _let_copies_arrive(self) -> None:
         """Let other nodes and the cold tier have what is on its way, as long as there is time."""
-        self.destination.drain(self._timeout)
+        self.destination.drain(self._orders.timeout)
         self._news.hear_of_copies()
 
     def abandon(self, exception: BaseException, *, save: bool) -> None:

@@ -24,7 +24,12 @@ from lightning_resilience.arguments import identity
 from lightning_resilience.attempts import Attempts, crash_loop, tried_in_vain
 from lightning_resilience.doorway import Doorway
 from lightning_resilience.engine import Engine
-from lightning_resilience.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointUncommitted
+from lightning_resilience.errors import (
+    CheckpointCorrupt,
+    CheckpointIncompatible,
+    CheckpointNotFound,
+    CheckpointUncommitted,
+)
 from lightning_resilience.heal import make_whole
 from lightning_resilience.manifest import MANIFEST, Manifest
 from lightning_resilience.memory import MemoryTier
@@ -36,7 +41,7 @@ from lightning_resilience.saves import Folder
 from lightning_resilience.scratch import Scratch
 from lightning_resilience.tiers import LocalTier, local_path
 from lightning_resilience.transfer import Stat
-from lightning_resilience.urls import is_url
+from lightning_resilience.urls import is_url, shown
 
 log = logging.getLogger("lightning_resilience")
 
@@ -80,7 +85,8 @@ class Lookup:
         self.max_attempts = math.inf
         """How many starts from one checkpoint may crash."""
         self._searched: list[Place] = []
-        self._found: Search | None = None
+        self._chosen: Source | str | None = None
+        self._skipped = ""
         self._attempts: Attempts | None = None
         self._reached = 0  # the last step that there is a checkpoint of which starts crashed from
         self._scratches: dict[LocalTier, tuple[Scratch, bool]] = {}
@@ -143,6 +149,10 @@ class Lookup:
             reading_checks: whether the last one may be damaged, as will be found out while it is read: where whatever
                 is loaded in its stead replaces all that was read.
         """
+        self._chosen = self._choose(checkpoint_path, reading_checks)
+        return self._chosen
+
+    def _choose(self, checkpoint_path: Any, reading_checks: bool) -> Source | str | None:
         is_last = self._ranks.any_max(bool(self.resume_last))[0]
         found = self._last(reading_checks) if is_last else None
         if found is not None:
@@ -168,8 +178,8 @@ class Lookup:
         if not search.skipped:
             return self._newest_of_stock()
         if not self.starts_over:
-            raise _none_is_whole(search)
-        rank_zero_warn(f"{_none_is_whole(search).message} Starting over from step 0, because on_unrestorable='fresh'.")
+            raise _none_to_resume(search)
+        rank_zero_warn(f"{_none_to_resume(search).message} Starting over from step 0, because on_unrestorable='fresh'.")
         return None
 
     def _newest_of_stock(self) -> Source | str | None:
@@ -181,8 +191,10 @@ class Lookup:
             rank_zero_warn(f"There is no checkpoint of ResilientCheckpoint yet; resuming {stock}, of stock Lightning.")
             return self._given(str(stock))
         if self._ranks.rank == 0:
-            where = ", ".join(place.cold.where() if place.cold else place.tier.where() for place in self._searched)
-            log.info("event=start step=0 reason='no checkpoint yet in %s'", where)
+            searched = [
+                tier.where() for place in self._searched for tier in (place.tier, place.cold) if tier is not None
+            ]
+            log.info("event=start step=0 reason='no checkpoint yet in %s'", ", ".join(searched))
         return None
 
     def _given(self, text: str) -> Source | str:
@@ -267,7 +279,8 @@ class Lookup:
         self.forgive()  # one start is one attempt
         search = self._newest(reading_checks=False)
         if search.source is None and search.skipped:
-            raise _none_is_whole(search)
+            raise _none_to_resume(search)
+        self._chosen = search.source
         return search.source
 
     def _newest(self, *, reading_checks: bool) -> Search:
@@ -281,7 +294,7 @@ class Lookup:
         search = find_last(self._ranks, places, self._needs, tried, reading_checks=reading_checks)
         if search.source is not None:
             self._begin_attempt(search.source, [(places[index].tier, name) for index, name in tried])
-            self._found = search
+            self._skipped = search.explain()
         elif tried:
             raise crash_loop([place.tier for place in places], tried)
         return search
@@ -309,13 +322,21 @@ class Lookup:
             self._reached = max((one.step for one in known if isinstance(one, Manifest)), default=0)
 
     def say(self) -> None:
-        """One line that says which checkpoint was searched for and loaded, if any was."""
-        source = self._found.source if self._found is not None else None
-        if self._ranks.rank == 0 and self._found is not None and source is not None and source.manifest is not None:
-            step, size, skipped = source.manifest.step, self._ranks.world_size, self._found.explain()
-            note = f" skipped={skipped!r}" if skipped else ""
-            log.info("event=resume step=%d from=%s %s ranks=%d%s", step, source.path, source.origin, size, note)
-        self._found = None
+        """One line that says which checkpoint was loaded, if any was."""
+        loaded, ranks, skipped = self._chosen, self._ranks, self._skipped
+        self._chosen, self._skipped = None, ""
+        if ranks.rank != 0 or loaded is None:
+            return
+        if not isinstance(loaded, Source) or loaded.manifest is None:
+            where = loaded.path if isinstance(loaded, Source) else shown(loaded)
+            log.info("event=resume from=%s note='a checkpoint of stock Lightning'", where)
+            return
+        saved = loaded.manifest
+        note = f" saved_by={saved.world_size}" if saved.world_size != ranks.world_size else ""
+        note += f" skipped={skipped!r}" if skipped else ""
+        log.info(
+            "event=resume step=%d from=%s %s ranks=%d%s", saved.step, loaded.path, loaded.origin, ranks.world_size, note
+        )
 
     def open_again(self, tier: LocalTier | RemoteTier, name: str, copies: Mapping[str, Manifest]) -> Source:
         """The checkpoint that a run is to be taken back to, made whole; see ``Session.roll_back`` for the arguments.
@@ -369,9 +390,16 @@ class Lookup:
         self._memory.release()
 
 
-def _none_is_whole(search: Search) -> CheckpointCorrupt:
+def _none_to_resume(search: Search) -> CheckpointCorrupt | CheckpointIncompatible:
+    message = f"There are checkpoints, but none can be resumed from: {search.explain()}."
+    if not search.is_damage:
+        return CheckpointIncompatible(
+            message,
+            hint="They are whole: load them with trainer.validate or test. Set on_unrestorable='fresh', or leave out"
+            " ckpt_path, to start over.",
+        )
     return CheckpointCorrupt(
-        f"There are checkpoints, but none can be resumed from: {search.explain()}.",
+        message,
         problems=tuple(f"{path}: {why}" for path, why in search.skipped.items()),
         hint="Repair or remove them, or set on_unrestorable='fresh' to start over.",
     )

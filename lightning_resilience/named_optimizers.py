@@ -100,9 +100,21 @@ def named_optimizer(module: torch.nn.Module, reader: CheckpointReader, index: in
             for group, live in zip(groups, optimizer.param_groups, strict=True)
         ]
         optimizer.load_state_dict({**saved, "state": state, "param_groups": live_groups})
+        _check_options(optimizer, index)
         _undo_casts(optimizer, {by_name[name]: value for name, value in saved["state"].items() if name in by_name})
 
     return Part([tree.request], install)
+
+
+def _check_options(optimizer: Optimizer, index: int) -> None:
+    """Raise CheckpointIncompatible where an optimizer has got the options of another kind, and not its own."""
+    lacking = {name for group in optimizer.param_groups for name in optimizer.defaults if name not in group}
+    if lacking:
+        raise CheckpointIncompatible(
+            f"Optimizer {index} is a {type(optimizer).__name__}; the checkpoint's was of another kind, without"
+            f" {', '.join(sorted(lacking))}.",
+            hint="Configure the optimizer as it was, or set restore_optimizers=False to go on with a new one.",
+        )
 
 
 def _undo_casts(optimizer: Optimizer, saved: Mapping[Tensor, Any]) -> None:

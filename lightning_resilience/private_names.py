@@ -61,6 +61,7 @@ PRIVATE_NAMES = (
     "lightning.pytorch.trainer.trainer:Trainer.__init__._signal_connector",
     "lightning.pytorch.utilities.combined_loader:CombinedLoader.__init__._iterator",
     "lightning.pytorch.utilities.combined_loader:_MaxSizeCycle.__init__._consumed",
+    "torch._compile:_disable_dynamo",
     "torch.distributed._shard._utils:narrow_tensor_by_index",
     "torch.distributed._shard.sharded_tensor.api:ShardedTensor",
     "torch.distributed.checkpoint._traverse:set_element",

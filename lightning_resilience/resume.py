@@ -37,11 +37,14 @@ class Search:
 
     source: Source | None = None
     skipped: dict[str, str] = field(default_factory=dict)
+    is_damage: bool = False
+    """Whether damage is among the reasons."""
 
     def skip(self, where: str, why: str | ResilienceError, *, aloud: bool) -> None:
         """Note why the checkpoint at a path or URL is not the one; damage is warned of, where ``aloud`` (one rank's
         word is enough)."""
         if isinstance(why, ResilienceError):
+            self.is_damage = True
             why = ", ".join(getattr(why, "problems", ())) or why.message
             if aloud:
                 log.warning("event=resume skipped=%s reason=%r", _called(where), why)

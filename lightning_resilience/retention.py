@@ -237,10 +237,12 @@ def _of_a_spike(newest: Manifest, manifests: Mapping[str, Manifest]) -> str | No
 
 
 def _that_count(in_order: Sequence[str], manifests: Mapping[str, Manifest]) -> list[str]:
-    """Names that count among the newest: a suspect one of an earlier time than a healthy one is of use to nobody."""
+    """Names that count among the newest: a suspect one of an earlier time than a healthy one is of use to nobody, and
+    those that are pinned stay besides."""
     healthy = [name for name in in_order if manifests[name].health == HEALTHY]
     older = set(in_order[in_order.index(healthy[0]) :]) if healthy else set()
-    return [name for name in in_order if name in healthy or name not in older]
+    useful = [name for name in in_order if name in healthy or name not in older]
+    return [name for name in useful if PINNED not in manifests[name].labels]
 
 
 def _milestones(steps: int | Sequence[int] | None, manifests: Mapping[str, Manifest]) -> dict[int, str]:

@@ -36,12 +36,10 @@ from lightning_resilience.places import Source
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.saving import Saving
 from lightning_resilience.session import Session
-from lightning_resilience.watch import Watch
+from lightning_resilience.watch import BLIND, Watch
 
 log = logging.getLogger("lightning_resilience")
 
-BLIND = 100
-"""Batches in a row without a loss after which it is said that there is none."""
 
 _LOOK = "Look at the data and the learning rate; checkpoints are kept."
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 import xxhash
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_resilience.names import canonical
 
@@ -32,10 +33,9 @@ def capture(*, cuda: bool = True) -> RankState:
     Args:
         cuda: whether this process may use CUDA; a forked loader worker may not.
     """
-    kind, keys, position, has_gauss, cached_gaussian = cast("tuple[str, Any, int, int, float]", np.random.get_state())
     return {
         "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached_gaussian)),
+        "numpy": _numpy_state(),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if cuda and torch.cuda.is_available() else None,
     }
@@ -45,11 +45,43 @@ def restore(state: RankState) -> None:
     """Put the generators back to where ``capture`` saw them."""
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))
-    kind, keys, position, has_gauss, cached_gaussian = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached_gaussian))
+    _restore_numpy(state["numpy"])
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def _numpy_state() -> tuple[Any, ...] | dict[str, Any]:
+    """In plain values: of the Mersenne Twister its five, of another bit generator what it has."""
+    state: Any = np.random.get_state(legacy=False)
+    kind = state["bit_generator"]
+    if kind != "MT19937":
+        return cast("dict[str, Any]", _plain(state))
+    keys, position = state["state"]["key"], state["state"]["pos"]
+    return kind, torch.from_numpy(keys.astype(np.int64)), int(position), int(state["has_gauss"]), float(state["gauss"])
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, np.ndarray):
+        return [int(number) for number in value]
+    return value if isinstance(value, (str, float)) else int(value)
+
+
+def _restore_numpy(state: Any) -> None:
+    if isinstance(state, dict):
+        live: Any = np.random.get_state(legacy=False)
+        if live["bit_generator"] != state["bit_generator"]:
+            rank_zero_warn(
+                f"NumPy's bit generator was {state['bit_generator']} and is another one now: its numbers do not go on."
+                " Call np.random.set_bit_generator before fit, as in the run that is resumed."
+            )
+            return
+        np.random.set_state(state)
+        return
+    kind, keys, position, has_gauss, cached_gaussian = state
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached_gaussian))
 
 
 @contextmanager

@@ -44,7 +44,7 @@ class Snapshot:
         state: nested tensors and objects, as DCP takes them; this rank's part.
         identical: gives the keys of plain tensors that all ranks hold bit for bit, of the flat state.
         meta: content of ``meta.pt``, of which rank 0's is written; or why there is none, which drops the save.
-        rank_state: content of this rank's own file.
+        rank_state: content of this rank's own file; or why there is none.
         trained: gives the keys of the parameters, which must be finite in a checkpoint to resume from.
         still: gives the keys of tensors that nothing but an optimizer's step changes.
     """
@@ -52,7 +52,7 @@ class Snapshot:
     state: State
     identical: Keys
     meta: bytes | Exception
-    rank_state: bytes
+    rank_state: bytes | Exception
     trained: Keys = no_keys
     still: Keys = no_keys
 
@@ -84,6 +84,7 @@ class Folder:
     ranking: Ranking | None = None
     link: str | None = None
     remote_keep: Keep | None = None
+    _told: list[str] = field(default_factory=list)
 
     @property
     def leader(self) -> int:
@@ -95,6 +96,15 @@ class Folder:
         if self.link is not None:
             try:
                 self.tier.point(self.link, name)
+            except FileExistsError:
+                if not self._told:
+                    self._told.append(self.link)
+                    log.warning(
+                        "event=link folder=%s link=%s outcome=none reason='it is there, and no link of ours: move it"
+                        " away to have one that leads to the newest checkpoint'",
+                        self.tier.where(),
+                        self.link,
+                    )
             except OSError as error:
                 log.warning("event=link folder=%s error=%r", self.tier.where(), error)
 

@@ -343,7 +343,7 @@ class Session:
         facts = self.capture.facts("trainer.save_checkpoint", self.trainer.current_epoch, {}, weights_only, (PINNED,))
         capture = partial(self.capture.snapshot, checkpoint, settled=False)
         save = self.save_now(self.folder(LocalTier(path.parent)), path.name, facts, capture, replace=True)
-        if self.ranks.rank == 0:
+        if self.ranks.rank == 0 and save.folder.keep is None:  # otherwise a callback tells of it
             log_save(save)
 
     def _remove_checkpoint(self, filepath: Any) -> None:

@@ -116,7 +116,8 @@ class Lane(Protocol):
         """On the thread of the copy: copy, or tell the device to."""
 
     def help(self) -> None:
-        """On the training thread: take part in what is left.  What goes wrong is raised by ``run``."""
+        """On the training thread: take part in what is left.  What goes wrong is raised by ``run``, and here only what
+        is no ``Exception``, such as an interrupt."""
 
     def hold_back(self) -> None:
         """On the training thread, after ``run``: let nothing that follows change a source that is not copied."""
@@ -150,18 +151,26 @@ class HostLane:
 
     @torch.no_grad()
     def help(self) -> None:
-        while (taken := self._take()) is not None:
-            number, copy = taken
-            try:
+        try:
+            while (taken := self._take()) is not None:
+                number, copy = taken
                 points.reach("stage.piece")
                 copy()
-            except BaseException as error:
-                self._error = error
-                self.cancel()
-            finally:
                 with self._changed:
-                    del self._under_way[number]
+                    self._under_way.pop(number, None)  # gone where the other thread gave up
                     self._changed.notify_all()
+        except BaseException as error:
+            self._give_up(error)
+            if not isinstance(error, Exception):
+                raise  # what a handler of a signal raises, say, is not the copy's to keep
+
+    def _give_up(self, error: BaseException) -> None:
+        """Let nobody wait for what is not copied any more: the save has failed."""
+        self._error = self._error or error
+        with self._changed:
+            self._next = len(self._sources)
+            self._under_way.clear()
+            self._changed.notify_all()
 
     def _take(self) -> tuple[int, Callable[[], object]] | None:
         with self._changed:

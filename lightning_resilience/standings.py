@@ -39,19 +39,25 @@ class Standings:
 
     def give_up(self, must_stay: Collection[str]) -> None:
         """Leave out what the rule gives up, as the folder does."""
-        for judgement in judge(self.committed, self._keep, self._ranking, must_stay):
+        for judgement in judge(self.own, self._keep, self._ranking, must_stay):
             if not judgement.keep:
                 del self.committed[judgement.name]
 
     @property
+    def own(self) -> dict[str, Manifest]:
+        """Those of the run that trains, which alone its rule and its ranking are for; all until training begins."""
+        return {name: one for name, one in self.committed.items() if self._run in (None, one.run)}
+
+    @property
     def newest(self) -> str | None:
         """Name of the newest healthy one."""
-        return next((name for name in newest_first(self.committed) if self.committed[name].health == HEALTHY), None)
+        own = self.own
+        return next((name for name in newest_first(own) if own[name].health == HEALTHY), None)
 
     @property
     def best_first(self) -> list[str]:
         """Names from best to worst; from new to old where there is no ranking."""
-        return best_first(self.committed, self._ranking)
+        return best_first(self.own, self._ranking)
 
     @property
     def top(self) -> list[str]:

@@ -299,6 +299,7 @@ def retain(
     ranking: Ranking | None = None,
     in_use: Collection[str] = (),
     *,
+    run: str | None = None,
     up_to: int | None = None,
     committed: Mapping[str, Manifest] | None = None,
 ) -> list[Judgement]:
@@ -309,6 +310,7 @@ def retain(
         keep: its rule.
         ranking: what ``keep.top_k`` ranks by.
         in_use: names that stay whatever the rule says.
+        run: the run whose checkpoints are judged, where others' are none of the rule's business; all of them if None.
         committed: what is there, where that is known already; otherwise the tier is listed.
         up_to: sequence number of the newest checkpoint that users know of; newer ones do not make others redundant yet.
 
@@ -319,7 +321,11 @@ def retain(
     committed = list_checkpoints(tier).committed if committed is None else committed
     referred = {entry.at for manifest in committed.values() for entry in manifest if entry.at}
     removed = []
-    known = {name: manifest for name, manifest in committed.items() if up_to is None or manifest.sequence <= up_to}
+    known = {
+        name: manifest
+        for name, manifest in committed.items()
+        if run in (None, manifest.run) and (up_to is None or manifest.sequence <= up_to)
+    }
     for judgement in judge(known, keep, ranking, {*in_use, *referred}):
         if judgement.keep:
             continue

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.strategies import (
     DDPStrategy,
     FSDPStrategy,
@@ -156,6 +157,8 @@ class PlainFamily:
         return reader.files_for(self.model_state())
 
     def model_part(self, reader: CheckpointReader, strict: bool) -> Part:
+        if isinstance(self._strategy.precision_plugin, DoublePrecision):
+            self.module.double()  # Lightning does so after it has loaded, when half of each number would be lost
         if loads_plainly(self.module) and reader.is_flat:
             return in_place(self.module.state_dict(), reader, strict)
         return by_module(self.module, self.module.state_dict(), reader, strict)

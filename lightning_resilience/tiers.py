@@ -229,8 +229,10 @@ class LocalTier:
         probe = self.root / f".probe-{uuid.uuid4().hex}"
         try:
             _make_durably(self.root)
-            probe.write_bytes(b"ok")
-            probe.unlink()
+            try:
+                probe.write_bytes(b"ok")
+            finally:
+                probe.unlink(missing_ok=True)
         except PermissionError as error:
             raise TierDenied(
                 f"The checkpoint folder {str(self.root)!r} cannot be written: {error.strerror}.",

@@ -15,6 +15,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
 from lightning_resilience.divergence import Course
 from lightning_resilience.ledger import CLEAN, History, Ledger
 from lightning_resilience.losses import LossStream
@@ -24,6 +26,10 @@ from lightning_resilience.schedule import Progress, Schedule
 from lightning_resilience.telemetry import Cost, Telemetry, before
 from lightning_resilience.useful import Useful
 
+LOSS_KEY = "loss"
+"""Lightning's own name of the loss."""
+BLIND = 100
+"""Batches in a row without a loss after which there is nothing to go by."""
 END_OF_TRAINING = "end of training"
 """Why a run's last checkpoint was saved."""
 
@@ -40,6 +46,8 @@ class Watch:
     def __init__(self, schedule: Schedule | None, rank: int, loss_key: str) -> None:
         self._decider = schedule.decider() if schedule is not None and rank == 0 else None
         self._losses = LossStream(loss_key)
+        self._loss_key = loss_key
+        self._misses_losses = self._decider is not None and self._decider.wants_losses and loss_key != LOSS_KEY
         self._loss = 0.0
         self._rank = rank
         self._ledger: Ledger | None = None
@@ -101,6 +109,11 @@ class Watch:
         """A batch was trained on, while a save was under way or not; ``outputs`` as Lightning gives them to
         ``on_train_batch_end``."""
         self.unseen = 0 if self._losses.put(outputs, self._step) else self.unseen + 1
+        if self.unseen == BLIND and self._misses_losses:
+            rank_zero_warn(
+                f"loss_key={self._loss_key!r}: training_step has returned nothing of that name for {BLIND} batches, so"
+                " the schedule goes by time alone."
+            )
         self.telemetry.step(time.perf_counter() - self._batch_began, saving)
 
     def look(self, now: Progress) -> None:

@@ -440,7 +440,8 @@ def test_a_rule_is_a_value_and_its_repr_is_what_one_would_type(rule: Schedule) -
 
 
 def test_rule_alone_answers_as_in_a_run_of_which_nothing_is_known() -> None:
-    assert AdaptiveSchedule().due(Progress(5, 100.0), START) is None
+    assert AdaptiveSchedule().due(Progress(5, 29.9), START) is None
+    assert AdaptiveSchedule().due(Progress(5, 30.0), START) == "30.0 s since the last save"
     assert "since the last save" in str(AdaptiveSchedule().due(Progress(5, 1799.0), START))
     assert LossVariance().due(Progress(5, 1799.0), START) is None
     assert LossVariance().due(Progress(5, 1800.0), START)

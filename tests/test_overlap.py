@@ -454,6 +454,32 @@ def test_a_kill_in_the_middle_of_a_copy_leaves_the_checkpoint_before(tmp_path: P
     assert [manifest.step for manifest in committed(tmp_path / "run")] == [2]
 
 
+class CompiledStep(TinyModel):
+    """Its optimizer's step is compiled while a copy is under way."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers().optimizer  # type: ignore[union-attr]
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if batch_idx == 2:
+            torch.compile(optimizer.step, backend="eager")()
+        else:
+            optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of torch's own compiler
+def test_a_step_that_is_compiled_waits_for_a_copy_as_any_other(tmp_path: Path) -> None:
+    model = CompiledStep()
+    with Hold() as hold:
+        saver = checkpoint_every(tmp_path / "run", 2, keep=Keep(last=-1))
+        make_trainer(tmp_path, hold, saver, max_steps=-1, max_epochs=1, limit_train_batches=4).fit(model, data())
+    assert hold.held
+    assert len(model.history) == 4
+    assert committed(tmp_path / "run")
+
+
 def test_waiting_for_a_copy_counts_as_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock goes one second on whenever it is read."""
     stalls: list[tuple[float, float]] = []

@@ -147,6 +147,44 @@ def test_a_copy_that_fails_on_either_thread_is_said_and_does_not_stop_training(t
     assert isinstance(error, OSError)
 
 
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_of_the_training_thread_in_a_copy_is_its_own_and_ends_the_copy(interrupt: type) -> None:
+    def fail(name: str) -> None:
+        if threading.current_thread() is threading.main_thread():
+            raise interrupt
+
+    with held() as go:
+        copy = Staging(Copies(), copies_of(*sources()))
+        copy.start()
+        stop = points.listen(fail)
+        with pytest.raises(interrupt):
+            copy.let_go_on()
+        stop()
+        go()
+        error = copy.wait(30)
+    assert error is not None
+
+
+@pytest.mark.parametrize("thread", [THREAD, threading.main_thread().name])
+def test_what_goes_wrong_while_a_piece_is_taken_lets_nobody_wait(monkeypatch: pytest.MonkeyPatch, thread: str) -> None:
+    original, failed = staging.HostLane._take, threading.Event()
+
+    def fail(lane: staging.HostLane) -> Any:
+        if threading.current_thread().name == thread:
+            failed.set()
+            raise MemoryError("no more")
+        assert failed.wait(30)
+        return original(lane)
+
+    monkeypatch.setattr(staging.HostLane, "_take", fail)
+    copy = Staging(Copies(), copies_of(*sources()))
+    copy.start()
+    copy.let_go_on()
+    assert isinstance(copy.wait(30), MemoryError)
+    with pytest.raises(SaveFailed):
+        copy.await_below(2**62)
+
+
 def test_a_copy_that_is_given_up_or_takes_too_long_is_void() -> None:
     with held() as go:
         copy = Staging(Copies(), copies_of(*sources()))

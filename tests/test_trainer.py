@@ -305,9 +305,7 @@ def test_run_that_early_stopping_ended_stays_ended(tmp_path: Path, caplog: pytes
 def test_resume_never_removes_its_source_before_a_newer_one_is_there(tmp_path: Path) -> None:
     fit(tmp_path, checkpoint_every(tmp_path / "run", 8, keep=Keep(last=1)))
     fit(tmp_path, checkpoint_every(tmp_path / "run", 8, keep=Keep(last=1)), max_epochs=2, ckpt_path="last")
-    steps = [m.step for m in committed(tmp_path / "run")]
-    assert steps[-1] == 16
-    assert 8 in steps
+    assert [m.step for m in committed(tmp_path / "run")] == [16]
 
 
 def test_names_that_are_taken_get_a_version(tmp_path: Path) -> None:
@@ -763,6 +761,62 @@ def test_tensor_that_cannot_be_saved_stops_at_the_first_save_and_is_named(tmp_pa
     with pytest.raises(SaveFailed, match=r"sparse is a torch\.sparse_coo tensor"):
         fit(tmp_path, checkpoint_every(tmp_path / "run", 2), model=model)
     assert len(model.history) == 2
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+def test_what_is_resumed_is_what_was_saved_whatever_the_precision(tmp_path: Path, precision: Any) -> None:
+    """Lightning converts the module after it has loaded a checkpoint."""
+    first, second, seen = TinyModel(), TinyModel(), {}
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 4), model=first, max_steps=4, precision=precision)
+
+    def look() -> None:
+        seen.update({name: value.clone() for name, value in second.state_dict().items()})
+
+    second.on_train_start = look  # type: ignore[method-assign]
+    fit(
+        tmp_path,
+        checkpoint_every(tmp_path / "run", 4),
+        model=second,
+        max_steps=6,
+        precision=precision,
+        ckpt_path="last",
+    )
+    assert all(torch.equal(value, seen[name]) for name, value in first.state_dict().items())
+    assert {value.dtype for value in seen.values()} >= {torch.float64 if precision == "64-true" else torch.bfloat16}
+
+
+class Forgetful(torch.utils.data.Dataset[Any]):
+    """Its state cannot be told at some steps."""
+
+    def __init__(self, fails: set[int]) -> None:
+        self.inner = data().dataset
+        self.fails = fails
+        self.asked = 0
+
+    def __len__(self) -> int:
+        return len(self.inner)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inner[index]
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
+        if self.asked in self.fails:
+            raise OSError("the disk of the data is away")
+        return {"asked": self.asked}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.asked = state["asked"]
+
+
+def test_what_a_rank_cannot_tell_of_itself_costs_the_save_and_at_the_first_one_the_run(tmp_path: Path) -> None:
+    loader = torch.utils.data.DataLoader(Forgetful({2}), batch_size=4)
+    with pytest.warns(UserWarning, match="What rank 0 has for itself cannot be saved: OSError"):
+        fit(tmp_path, checkpoint_every(tmp_path / "run", 2), train=loader)
+    assert [manifest.step for manifest in committed(tmp_path / "run")] == [2, 6, 8]
+    loader = torch.utils.data.DataLoader(Forgetful({1}), batch_size=4)
+    with pytest.raises(SaveFailed, match=r"the disk of the data is away.*Look at state_dict"):
+        fit(tmp_path, checkpoint_every(tmp_path / "other", 2), train=loader)
 
 
 # -- beside what is there ---------------------------------------------------------------------------------------------
