@@ -205,7 +205,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--max-overhead", type=float, default=0.01, help="of the schedule (0.01)")
     command.add_argument("--rpo", type=typed.duration, default=1800.0, help="of the schedule (30min)")
     command.add_argument("--prior-mtbf", type=typed.duration, default=86400.0, help="of the schedule (24h)")
-    command.add_argument("--runs", type=typed.number(1), default=3, help="how many runs are averaged (3)")
+    command.add_argument(
+        "--runs", type=typed.number(1), help="how many runs are averaged (1, or up to 3 where one sees few failures)"
+    )
     command.add_argument("--plot", metavar="FILE", help="draw waste against interval; needs matplotlib")
     command.set_defaults(gather=commands.simulate, render=rendering.simulate)
     return parser

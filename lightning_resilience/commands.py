@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any
 
 from lightning_resilience import housekeeping, retention, store
 from lightning_resilience.at_path import find, find_remote, not_a_folder, one_checkpoint, refuse_strange
-from lightning_resilience.console import Meter, clean, count_of, doing, human_size
+from lightning_resilience.console import Meter, Share, clean, count_of, doing, human_size
 from lightning_resilience.errors import CheckpointCorrupt, CheckpointNotFound, ResilienceError, SetupError
 from lightning_resilience.manifest import (
     MANIFEST,
@@ -92,7 +93,7 @@ def _reasons(committed: dict[str, Manifest], *tiers: str) -> dict[str, tuple[str
     if found is None:
         return {}
     _, keep, ranking = found
-    return {judgement.name: judgement.reasons for judgement in retention.judge(committed, keep, ranking)}
+    return {judgement.name: judgement.reasons for judgement in retention.judge_runs(committed, keep, ranking)}
 
 
 def _monitor(committed: dict[str, Manifest]) -> str | None:
@@ -334,6 +335,7 @@ def prune(options: argparse.Namespace) -> Document:
         **document,
         "ok": not pruned.left,
         "rule": {"keeps": retention.described(keep, ranking), **origin, **rule},
+        "runs": len({manifest.run for manifest in committed.values()}),
         "checkpoints": [
             {
                 "name": judgement.name,
@@ -426,7 +428,13 @@ def simulate(options: argparse.Namespace) -> Document:
         restart=options.restart,
         noise=options.noise,
     )
-    answer = forecast.compare(rule, setting, range(options.runs))
+    runs = options.runs if options.runs is not None else forecast.runs_of(setting)
+    with ExitStack() as scope:
+
+        def progress(total: float) -> Callable[[float, str], None]:
+            return scope.enter_context(closing(Share(total, sys.stderr, "simulated"))).advance
+
+        answer = forecast.compare(rule, setting, range(runs), progress)
     if options.plot is not None:
         forecast.plot(answer, options.plot)
     return {"ok": True, **answer, "plot": options.plot}

@@ -22,25 +22,26 @@ class Meter:
 
     BAR_SECONDS, LINE_SECONDS = 0.1, 10.0
     CELLS = 24
+    SHORT = 0.0
+    """Seconds in which nothing is shown: work that is done by then needs no bar."""
 
     def __init__(
-        self, total: int, stream: TextIO, done: str = "done", clock: Callable[[], float] = time.monotonic
+        self, total: float, stream: TextIO, done: str = "done", clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.total, self.stream, self.word, self.clock = total, stream, done, clock
-        self.done = 0
+        self.done = 0.0
         self.bar = stream.isatty()
         self.begun = self.shown = clock()
 
-    def advance(self, count: int, what: str) -> None:
-        """``count`` more bytes are done; they were those of ``what``."""
+    def advance(self, count: float, what: str) -> None:
+        """``count`` more is done; it was of ``what``."""
         self.done += count
         now = self.clock()
-        if now - self.shown < (self.BAR_SECONDS if self.bar else self.LINE_SECONDS):
+        if now - self.shown < (self.BAR_SECONDS if self.bar else self.LINE_SECONDS) or now - self.begun < self.SHORT:
             return
         self.shown = now
-        share = self.done / self.total if self.total else 1.0
-        speed = human_size(self.done / max(now - self.begun, 1e-9))
-        text = f"{share:4.0%}  {human_size(self.done)} of {human_size(self.total)}, {speed}/s  {clean(what)}"
+        share = min(self.done / self.total, 1.0) if self.total else 1.0
+        text = f"{share:4.0%}  {self._how_far(now)}{clean(what)}"
         if self.bar:
             filled = round(share * self.CELLS)
             columns = shutil.get_terminal_size().columns
@@ -50,11 +51,24 @@ class Meter:
             self.stream.write(f"{self.word} {text.strip()}\n")
         self.stream.flush()
 
+    def _how_far(self, now: float) -> str:
+        speed = human_size(self.done / max(now - self.begun, 1e-9))
+        return f"{human_size(self.done)} of {human_size(self.total)}, {speed}/s  "
+
     def close(self) -> None:
         """Take the bar away."""
         if self.bar:
             self.stream.write("\r\x1b[K")
             self.stream.flush()
+
+
+class Share(Meter):
+    """Progress of what is not counted in bytes, as a share, once it has taken a second."""
+
+    SHORT = 1.0
+
+    def _how_far(self, now: float) -> str:
+        return ""
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from lightning_resilience.manifest import (
     newest_first,
 )
 from lightning_resilience.remote import RemoteTier
-from lightning_resilience.retention import Judgement, Keep, Ranking, judge
+from lightning_resilience.retention import Judgement, Keep, Ranking, judge_runs
 from lightning_resilience.scratch import Scratch
 from lightning_resilience.tiers import LocalTier, Tier, WritableTier, partial_name
 
@@ -183,9 +183,9 @@ class Pruned:
 def prune(
     tier: WritableTier, committed: Mapping[str, Manifest], keep: Keep, ranking: Ranking | None, *, dry_run: bool
 ) -> Pruned:
-    """Judge the checkpoints of a tier, and remove what the rule gives up unless it is a dry run."""
+    """Judge the checkpoints of a tier, each run for itself; unless it is a dry run, remove what the rule gives up."""
     referred = {entry.at for manifest in committed.values() for entry in manifest if entry.at}
-    pruned = Pruned(judge(committed, keep, ranking, referred))
+    pruned = Pruned(judge_runs(committed, keep, ranking, referred))
     for judgement in () if dry_run else pruned.judgements:
         if judgement.keep:
             continue

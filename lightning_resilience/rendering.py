@@ -164,7 +164,8 @@ def prune(document: Document, width: int | None, now: datetime) -> Iterator[str]
     else:
         origin = f"as {rule['recorded_by']} records it" + (f", but for {typed}" if typed else "")
     yield clean(f"What stays: {rule['keeps']}")
-    yield clean(f"  ({origin})")
+    runs = f"; {document['runs']} runs, each for itself" if document["runs"] > 1 else ""
+    yield clean(f"  ({origin}{runs})")
     yield ""
     going = "would go" if document["dry_run"] else "not removed"
     rows = [

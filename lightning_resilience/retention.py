@@ -214,6 +214,17 @@ def judge(
     ]
 
 
+def judge_runs(
+    manifests: Mapping[str, Manifest], keep: Keep, ranking: Ranking | None = None, in_use: Collection[str] = ()
+) -> list[Judgement]:
+    """As ``judge``, each run for itself: what one run saves makes nothing of another's redundant."""
+    runs: dict[str, dict[str, Manifest]] = {}
+    for name, manifest in manifests.items():
+        runs.setdefault(manifest.run, {})[name] = manifest
+    judgements = {one.name: one for run in runs.values() for one in judge(run, keep, ranking, in_use)}
+    return [judgements[name] for name in newest_first(manifests)]
+
+
 def last_good(manifests: Mapping[str, Manifest], off_since: int) -> str | None:
     """The newest checkpoint of a run from before its loss left its course.
 

@@ -468,6 +468,18 @@ def test_progress_is_a_plain_line_now_and_then_elsewhere() -> None:
     ]
 
 
+def test_progress_as_a_share_begins_when_work_has_taken_a_second(monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    clock, stream = Clock(), Terminal()
+    meter = console.Share(10.0, stream, "simulated", clock)
+    clock.now = 0.9
+    meter.advance(4, "oracle")
+    assert stream.getvalue() == ""
+    clock.now = 1.1
+    meter.advance(1, "oracle")
+    assert stream.getvalue() == "\r\x1b[K[############------------]  50%  oracle"
+
+
 def test_progress_of_nothing_does_not_divide_by_it() -> None:
     clock, stream = Clock(), Terminal()
     meter = console.Meter(0, stream, "verified", clock)

@@ -215,6 +215,16 @@ def test_prune_of_a_cold_tier_goes_by_its_own_rule_or_else_the_folders(
     assert steps_left(RemoteTier(url)) == [10, 20, 40, 60]
 
 
+def test_prune_judges_each_run_for_itself(recorded: LocalTier, call: Any) -> None:
+    """As training does: a run that begins anew in the folder makes nothing of the one before it redundant."""
+    rules = store.read_manifest(recorded, "step=60.ckpt").extra
+    for step, acc in ((70, 0.95), (80, 0.96), (90, 0.97), (99, 0.5)):
+        save(recorded, step=step, run="another", extra=rules, metrics={"acc": acc})
+    call("prune", recorded.root)
+    assert steps_left(recorded) == [10, 20, 40, 60, 70, 80, 90, 99]
+    assert [ckpt["kept"] for ckpt in call("ls", recorded.root)[1]["checkpoints"]][3] == ["milestone 10"]
+
+
 def test_newest_checkpoint_without_a_rule_leaves_it_to_the_one_before_it(recorded: LocalTier, call: Any) -> None:
     save(recorded, step=70)
     assert call("prune", recorded.root)[1]["rule"]["recorded_by"] == "step=60.ckpt"
