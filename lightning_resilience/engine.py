@@ -51,6 +51,9 @@ from lightning_resilience.tiers import LocalTier
 
 log = logging.getLogger("lightning_resilience")
 
+MOST_PLANS = 2
+"""Kinds of saves that are planned and have slots at a time: all of the state, and the weights alone."""
+
 
 class Engine:
     """Saves of one run, on one rank.
@@ -71,7 +74,11 @@ class Engine:
         self.in_use: set[str] = set()
         self._protected: dict[Folder, Callable[[], Collection[str]]] = {}
         self.timeout = timeout
-        self._planner = Planner(ranks, memory)
+        self._memory = memory
+        self._fresh: Planner | None = Planner(ranks, memory)
+        self._planners: dict[tuple[str, ...], Planner] = {}
+        """By the parts of the state, from old to new: weights alone follow a plan of their own."""
+        self._lasting: str | None = None
         self._in_flight: Save | None = None
         self._staging: Staging | None = None  # of the save in flight, until the slot holds everything
         self._persistence = Persistence(ranks, timeout)
@@ -115,7 +122,9 @@ class Engine:
 
     def belong_to(self, run: str) -> None:
         """Let what a kill leaves in memory be found by the next start of a run; see ``SlotMemory.belong_to``."""
-        self._planner.belong_to(run)
+        self._lasting = self._lasting or run
+        for planner in self._all_planners():
+            planner.belong_to(run)
 
     def protect(self, folder: Folder, names: Callable[[], Collection[str]]) -> None:
         """Ask ``names`` before each removal from a folder what must stay there, whatever its rule says."""
@@ -222,24 +231,45 @@ class Engine:
         Args:
             capture: gives the state, and no more than that has to be in it.
         """
-        if self._planner.plan is not None or self.ranks.any_max(self.busy)[0]:
+        if self.ranks.any_max(self.busy)[0]:
             return
         with collector_paused():
             snapshot = attempt(capture)
-            prepared = snapshot if isinstance(snapshot, BaseException) else attempt(partial(self._prepare, snapshot))
-            if self.ranks.any_max(isinstance(prepared, BaseException))[0]:
+            if self.ranks.any_max(isinstance(snapshot, BaseException))[0]:
                 return
             assert isinstance(snapshot, Snapshot)
+            planner = self._planner_for(snapshot)
+            if planner.plan is not None:
+                return
+            prepared = attempt(lambda: _prepare(planner, snapshot))
+            if self.ranks.any_max(isinstance(prepared, BaseException))[0]:
+                return
             assert isinstance(prepared, Prepared)
             try:
-                plan = self._planner.replan(prepared, snapshot.trained)
+                plan = planner.replan(prepared, snapshot.trained)
             except Exception as error:
                 log.warning("event=prepare error=%r", error)
                 return
-        self._submit(partial(self._finish, plan))
+        self._submit(partial(_finish, planner, plan))
+
+    def _planner_for(self, snapshot: Snapshot) -> Planner:
+        """What plans saves of these parts of the state; the same on all ranks.  Not while a save is under way."""
+        parts = tuple(snapshot.state)
+        if parts not in self._planners:
+            while len(self._planners) >= MOST_PLANS:
+                self._planners.pop(next(iter(self._planners))).close()
+            planner, self._fresh = self._fresh or Planner(self.ranks, self._memory), None
+            if self._lasting is not None:
+                planner.belong_to(self._lasting)
+            self._planners[parts] = planner
+        return self._planners[parts]
+
+    def _all_planners(self) -> list[Planner]:
+        return [*self._planners.values(), *([self._fresh] if self._fresh is not None else [])]
 
     def _stage(self, job: Job, snapshot: Snapshot, overlap: bool) -> None:
-        prepared = attempt(lambda: self._prepare(snapshot))
+        planner = self._planner_for(snapshot)
+        prepared = attempt(lambda: _prepare(planner, snapshot))
         unprepared = isinstance(prepared, BaseException)
         outgrown = not isinstance(prepared, BaseException) and prepared.objects is None
         failed, replan = self.ranks.any_max(unprepared, outgrown)
@@ -248,7 +278,7 @@ class Engine:
         if failed:
             job.dropped = True  # another rank says why
             return
-        plan = self._planner.replan(prepared, snapshot.trained) if replan else self._planner.plan
+        plan = planner.replan(prepared, snapshot.trained) if replan else planner.plan
         assert plan is not None
         slot = plan.next_slot()
         begin = time.perf_counter()
@@ -268,12 +298,6 @@ class Engine:
         if rank == 0:
             job.files[META] = snapshot.meta
             job.metadata = plan.metadata
-
-    def _prepare(self, snapshot: Snapshot) -> Prepared:
-        for content in (snapshot.meta, snapshot.rank_state):
-            if isinstance(content, Exception):
-                raise content
-        return self._planner.prepare(snapshot.state, snapshot.identical)
 
     def _submit(self, job: Callable[[], None]) -> None:
         if self._thread is None:
@@ -322,19 +346,14 @@ class Engine:
             if done:
                 self._thread.join(timeout=30)
             self._thread = None
-        self._planner.close(keep_memory=keep_memory)
+        for planner in self._all_planners():
+            planner.close(keep_memory=keep_memory)
 
     # -- the background thread ----------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
-
-    def _finish(self, plan: Plan) -> None:
-        try:
-            self._planner.finish(plan)
-        except Exception as error:
-            log.warning("event=prepare error=%r", error)
 
     def _see_through(self, job: Job) -> None:
         """Bring a save to its end, whichever that is, and tell of it."""
@@ -351,7 +370,8 @@ class Engine:
         save.persist, save.seconds = now - begin, now - save.began
         self._finished.put(save)
         save.committed.set_result(committed)
-        self._planner.map_rest()
+        for planner in self._all_planners():
+            planner.map_rest()
 
     def _give_up(self, job: Job, failure: SaveFailed) -> None:
         save = job.save
@@ -375,6 +395,20 @@ class Engine:
             store.retain(folder.tier, folder.keep, folder.ranking, must_stay, run=self.run, up_to=save.sequence)
         except Exception as error:
             log.warning("event=retain folder=%s error=%r", folder.tier.where(), error)
+
+
+def _prepare(planner: Planner, snapshot: Snapshot) -> Prepared:
+    for content in (snapshot.meta, snapshot.rank_state):
+        if isinstance(content, Exception):
+            raise content
+    return planner.prepare(snapshot.state, snapshot.identical)
+
+
+def _finish(planner: Planner, plan: Plan) -> None:
+    try:
+        planner.finish(plan)
+    except Exception as error:
+        log.warning("event=prepare error=%r", error)
 
 
 def _guarded(job: Callable[[], None]) -> None:

@@ -113,13 +113,13 @@ def read_manifest(tier: Tier, name: str) -> Manifest:
     where = tier.where(name, MANIFEST)
     try:
         return Manifest.from_bytes(tier.read(name, MANIFEST), where)
-    except (FileNotFoundError, NotADirectoryError) as error:
+    except (FileNotFoundError, NotADirectoryError):
         if not tier.exists(name):
-            raise CheckpointNotFound(f"There is no checkpoint {tier.where(name)!r}.") from error
+            raise CheckpointNotFound(f"There is no checkpoint {tier.where(name)!r}.") from None
         raise CheckpointUncommitted(
             f"{tier.where(name)!r} has no {MANIFEST}: its save did not finish.",
             hint="Resume with ckpt_path='last', which skips it.",
-        ) from error
+        ) from None
     except OSError as error:
         if isinstance(error, ResilienceError):
             raise
@@ -139,7 +139,7 @@ def open_checkpoint(path: Path) -> tuple[LocalTier, str, Manifest]:
     try:
         return tier, name, read_manifest(tier, name)
     except (CheckpointNotFound, CheckpointUncommitted) as error:
-        raise type(error)(error.message, hint=available(tier)) from error
+        raise type(error)(error.message, hint=available(tier)) from None
 
 
 def available(tier: Tier) -> str:

@@ -369,6 +369,7 @@ class LocalTier:
 
         Raises:
             CheckpointCorrupt: something else came.
+            TierUnavailable: there is no room for it.
         """
         target = self.path(name, entry.path)
         sink = target.with_name(f".{entry.path}{FETCHED}{uuid.uuid4().hex[:12]}")
@@ -381,6 +382,14 @@ class LocalTier:
                 )
             os.replace(sink, target)
             self.sync(name)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                raise
+            raise TierUnavailable(
+                f"{entry.path} ({entry.size:,} bytes) from {origin} finds no place in {str(self.root)!r}:"
+                f" {error.strerror}.",
+                hint="Make room there, or give dirpath= another folder.",
+            ) from error
         finally:
             sink.unlink(missing_ok=True)
 

@@ -10,7 +10,7 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_resilience import planning
+from lightning_resilience import Keep, planning
 from lightning_resilience.engine import Engine
 from lightning_resilience.errors import SaveFailed
 from lightning_resilience.persistence import Persistence
@@ -19,7 +19,7 @@ from lightning_resilience.reader import CheckpointReader
 from lightning_resilience.saves import Facts, Snapshot, no_keys
 from lightning_resilience.staging import Staging
 from lightning_resilience.tiers import LocalTier
-from support import TinyModel, checkpoint_every, committed, data, make_trainer
+from support import TinyModel, checkpoint_every, committed, data, make_trainer, settle
 
 FACTS = Facts(step=1, epoch=0, reason="test", strategy="SingleDeviceStrategy")
 
@@ -111,6 +111,31 @@ def test_a_run_prepares_after_its_first_step_and_plans_no_more(
     assert planned == [(0, 0), *((step, 1) for step in range(1, 8))]
     assert len(plans) == 1
     assert any(key.startswith("optimizer_0") for key in plans[0]) is not weights_only
+
+
+def test_a_callback_for_weights_alone_beside_another_has_a_plan_of_its_own(
+    tmp_path: Path, plans: list[list[str]]
+) -> None:
+    all_of_it = checkpoint_every(tmp_path / "run", 2, keep=Keep(last=-1))
+    weights = checkpoint_every(tmp_path / "weights", 3, keep=Keep(last=-1), save_weights_only=True)
+    model = TinyModel()
+    make_trainer(tmp_path, all_of_it, weights, settle(), max_steps=8).fit(model, data())
+    assert [manifest.step for manifest in committed(tmp_path / "run")] == [2, 4, 6, 8]
+    assert [manifest.step for manifest in committed(tmp_path / "weights")] == [3, 6, 8]
+    assert sorted(any(key.startswith("optimizer_0") for key in plan) for plan in plans) == [False, True]
+
+
+def test_more_kinds_of_saves_than_there_is_memory_for_take_turns(
+    tmp_path: Path, engine: Engine, plans: list[list[str]]
+) -> None:
+    for round_ in (1, 2):
+        for part in ("model", "optimizer_0", "optimizer_1"):
+            state = {part: {"w": torch.full((3,), float(round_))}}
+            taken = Snapshot(state, no_keys, b"meta", b"rank")
+            started = engine.save(engine.open_folder(LocalTier(tmp_path)), "a.ckpt", FACTS, lambda taken=taken: taken)
+            assert started is not None
+            started.wait(60)
+    assert len(plans) == 6
 
 
 def test_what_goes_wrong_in_the_background_ends_neither_its_thread_nor_the_saves_after_it(

@@ -418,6 +418,21 @@ def test_file_that_arrives_whole_takes_its_place(tier: LocalTier) -> None:
     assert tree(tier.root) == before
 
 
+def test_file_that_finds_no_room_is_named_with_its_size(tier: LocalTier) -> None:
+    name = save(tier)
+    entry = store.read_manifest(tier, name).files[1]
+    before = tree(tier.root)
+
+    def fills_the_disk(sink: Path) -> None:
+        sink.write_bytes(b"a part")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    says = rf"{entry.path} \({entry.size:,} bytes\) from s3://bucket finds no place"
+    with pytest.raises(TierUnavailable, match=says), tier.arriving(name, entry, "s3://bucket") as sink:
+        fills_the_disk(sink)
+    assert tree(tier.root) == before
+
+
 @pytest.mark.parametrize("came", [b"", b"else", bytes(len(FILES["__1_0.distcp"]))])
 def test_file_that_does_not_arrive_whole_leaves_its_place_as_it_was(tier: LocalTier, came: bytes) -> None:
     name = save(tier)
@@ -441,8 +456,13 @@ def test_file_whose_way_here_breaks_off_leaves_its_place_as_it_was(tier: LocalTi
         sink.write_bytes(FILES[entry.path][:10])
         raise ConnectionResetError
 
-    with pytest.raises(ConnectionResetError), tier.arriving(name, entry, "another node") as sink:
-        breaks_off(sink)
+    def fills_the_disk(sink: Path) -> None:
+        sink.write_bytes(b"a part")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    says = rf"{entry.path} \({entry.size:,} bytes\) from s3://bucket finds no place"
+    with pytest.raises(TierUnavailable, match=says), tier.arriving(name, entry, "s3://bucket") as sink:
+        fills_the_disk(sink)
     assert tree(tier.root) == before
 
 
