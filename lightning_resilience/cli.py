@@ -228,3 +228,7 @@ def _answer(options: argparse.Namespace) -> tuple[int, list[str]]:
         return code, [json.dumps(document, indent=2)]
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     return code, list(options.render(document, width, datetime.now(timezone.utc)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
