@@ -28,6 +28,7 @@ examples:
   lightning-resilience show runs/7/epoch=0-step=1200.ckpt     one checkpoint and its files
   lightning-resilience verify runs/7                          read every byte, compare it with what was saved
   lightning-resilience pull s3://bucket/run7 runs/7           the newest one, from the cold tier
+  lightning-resilience export runs/7/epoch=0-step=1200.ckpt model.ckpt    one file, for stock Lightning
   lightning-resilience simulate --mtbf 8h --state-bytes 20e9 --step-time 0.5    what the schedule would cost
   lightning-resilience ls runs/7 --json | jq -r '.checkpoints[0].name'
 
