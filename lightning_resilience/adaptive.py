@@ -28,7 +28,7 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_resilience.errors import SetupError
 from lightning_resilience.loss_trend import MOST, LossTrend
@@ -95,8 +95,7 @@ class AdaptiveSchedule(Schedule):
         return AdaptiveDecider(self)
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """When the next save is to be started, in seconds since the last one.
 
     Args:

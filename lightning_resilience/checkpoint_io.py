@@ -14,14 +14,13 @@ from typing_extensions import override
 from lightning_resilience import run_state, trainer_state
 from lightning_resilience.engine import Engine
 from lightning_resilience.errors import SaveFailed
-from lightning_resilience.manifest import META, WEIGHTS_ONLY
-from lightning_resilience.named_optimizers import read_numbered
+from lightning_resilience.manifest import WEIGHTS_ONLY
 from lightning_resilience.ranks import Ranks
-from lightning_resilience.reader import CheckpointReader
 from lightning_resilience.resume import open_explicit
 from lightning_resilience.saves import Facts, Folder, Snapshot, no_keys
 from lightning_resilience.store import list_checkpoints
 from lightning_resilience.tiers import LocalTier, local_path
+from lightning_resilience.whole import read_whole
 
 
 class ResilientCheckpointIO(CheckpointIO):
@@ -86,14 +85,7 @@ class ResilientCheckpointIO(CheckpointIO):
         if target.is_file():
             return TorchCheckpointIO().load_checkpoint(target, map_location, weights_only)
         source = open_explicit(Ranks(), target)
-        trusted = source.manifest is not None
-        reader = CheckpointReader(source.locate, plain=trusted, weights_only=weights_only)
-        checkpoint = trainer_state.load(source.locate(META), weights_only, trusted=trusted)
-        checkpoint["state_dict"] = reader.read_full()
-        optimizers = [read_numbered(reader, index) for index in range(reader.optimizers)]
-        if optimizers:
-            checkpoint["optimizer_states"] = optimizers
-        return checkpoint
+        return read_whole(source.locate, trusted=source.manifest is not None, weights_only=weights_only)
 
     @override
     def remove_checkpoint(self, path: Any) -> None:

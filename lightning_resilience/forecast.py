@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,13 @@ FIXED = (60.0, 300.0, 900.0, 1800.0, 3600.0)
 """Intervals that people pick, in seconds."""
 STEPS_PER_INTERVAL = 20
 """Training steps an interval is simulated with at the most: more say nothing more."""
+FAILURES, FEW_FAILURES = 100, 30
+"""Failures that a run is to see, and that are enough where saves are so many that it would take minutes: the waste is
+then the same to half a percent of it."""
+MANY_SAVES = 30_000
+"""So many saves of a run are many."""
+MOST_RUNS = 3
+"""Runs that are averaged where one sees few failures."""
 PLOTTED = 25
 """Fixed intervals in a plot."""
 
@@ -63,7 +71,7 @@ def observed(folder: Path, prior_mtbf: float) -> Observed:
 
 
 def setting_of(found: Observed, *, restart: float, noise: float) -> Setting:
-    """A run to simulate: long enough to see a hundred failures, but at most 30 days.
+    """A run to simulate: long enough to see a hundred failures (or thirty, with many saves), but at most 30 days.
 
     Raises:
         SetupError: something is not known.
@@ -72,29 +80,53 @@ def setting_of(found: Observed, *, restart: float, noise: float) -> Setting:
         options = {"mtbf": "--mtbf", "stall": "--state-bytes", "step": "--step-time"}
         missing = [option for name, option in options.items() if getattr(found, name) is None]
         raise SetupError(f"{', '.join(missing)}: not given, and no ledger says.", hint="See simulate --help.")
-    duration = min(max(100 * found.mtbf, DAY), 30 * DAY)
-    return Setting(found.mtbf, found.stall, found.commit, found.step, restart, duration, noise)
+    setting = Setting(found.mtbf, found.stall, found.commit, found.step, restart, noise=noise)
+    duration = min(max(FAILURES * found.mtbf, DAY), 30 * DAY)
+    enough = max(FEW_FAILURES * found.mtbf, MANY_SAVES * setting.oracle)
+    return replace(setting, duration=min(duration, enough))
 
 
-def compare(rule: AdaptiveSchedule, setting: Setting, seeds: Sequence[int]) -> dict[str, Any]:
-    """The waste of a schedule, of fixed intervals, and of an oracle, as a plain document."""
+def runs_of(setting: Setting) -> int:
+    """How many runs it takes to see enough failures."""
+    return min(math.ceil(FEW_FAILURES * setting.mtbf / setting.duration), MOST_RUNS)
+
+
+Told = Callable[[float, str], None]
+"""Hears of work that is done, in a unit of its own, and of what it was."""
+
+
+def compare(
+    rule: AdaptiveSchedule, setting: Setting, seeds: Sequence[int], progress: Callable[[float], Told]
+) -> dict[str, Any]:
+    """The waste of a schedule, of fixed intervals, and of an oracle, as a plain document.
+
+    Args:
+        rule: the schedule.
+        setting: a run.
+        seeds: one for each run.
+        progress: gets all of the work that is to be done, and gives what hears of it as it is.
+    """
     within = setting.oracle_within(rule)
     coarse = replace(setting, step=max(setting.step, min(within, setting.oracle) / STEPS_PER_INTERVAL))
+    schedules: list[tuple[str, Schedule, float]] = [  # with about how many decisions a second it takes
+        ("adaptive", rule, 1 / coarse.step),
+        ("oracle", EverySeconds(setting.oracle), 1 / setting.oracle),
+        ("oracle that keeps the promises", EverySeconds(within), 1 / within),
+        *((f"every {seconds:.0f} s", EverySeconds(seconds), 1 / seconds) for seconds in FIXED),
+    ]
+    tell = progress(sum(rate for _, _, rate in schedules) * setting.duration * len(seeds))
 
-    def entry(name: str, schedule: Schedule) -> dict[str, Any]:
-        outcome = average(schedule, coarse if schedule is rule else setting, seeds)
+    def entry(name: str, schedule: Schedule, rate: float) -> dict[str, Any]:
+        outcome = average(
+            schedule, coarse if schedule is rule else setting, seeds, lambda seconds: tell(seconds * rate, name)
+        )
         return {"schedule": name, **asdict(outcome), "waste": outcome.waste}
 
     around = np.geomspace(max(setting.oracle / 10, setting.step), setting.oracle * 10, PLOTTED).tolist()
     return {
         "setting": asdict(setting),
         "runs": len(seeds),
-        "schedules": [
-            entry("adaptive", rule),
-            entry("oracle", EverySeconds(setting.oracle)),
-            entry("oracle that keeps the promises", EverySeconds(within)),
-            *(entry(f"every {seconds:.0f} s", EverySeconds(seconds)) for seconds in FIXED),
-        ],
+        "schedules": [entry(*schedule) for schedule in schedules],
         "curve": [[seconds, setting.waste(seconds)] for seconds in around],
     }
 

@@ -6,12 +6,24 @@ Each copy is made as a save is: files first, each checked on its way, the manife
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import os
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from lightning_resilience import store
-from lightning_resilience.errors import CheckpointCorrupt, CheckpointNotFound, SetupError
+from lightning_resilience import scratch, store
+from lightning_resilience.errors import (
+    CheckpointCorrupt,
+    CheckpointNotFound,
+    ResilienceError,
+    SetupError,
+    TierUnavailable,
+)
 from lightning_resilience.manifest import (
     EXTENSION,
     MANIFEST,
@@ -21,7 +33,8 @@ from lightning_resilience.manifest import (
     newest_first,
 )
 from lightning_resilience.remote import RemoteTier
-from lightning_resilience.retention import Judgement, Keep, Ranking, judge
+from lightning_resilience.retention import Judgement, Keep, Ranking, judge_runs
+from lightning_resilience.scratch import Scratch
 from lightning_resilience.tiers import LocalTier, Tier, WritableTier, partial_name
 
 COPIES = 4
@@ -85,6 +98,47 @@ def pull(source: RemoteTier, name: str, manifest: Manifest, target: LocalTier, t
     return manifest.size
 
 
+@contextmanager
+def fetched(source: RemoteTier, name: str, manifest: Manifest, tell: Told) -> Iterator[LocalTier]:
+    """A folder with a copy of a checkpoint from a cold tier, every byte checked, for as long as the block runs.
+
+    Raises:
+        CheckpointCorrupt: a file is not what the manifest says.
+        TierUnavailable: there is no room for it.
+    """
+    temporary = Path(tempfile.gettempdir())
+    scratch.sweep(temporary)
+    folder = Scratch(temporary, f"fetched-{uuid.uuid4().hex[:12]}")
+    try:
+        tier = LocalTier(folder.path)
+        try:
+            pull(source, name, manifest, tier, tell)
+        except OSError as error:
+            if isinstance(error, ResilienceError):
+                raise
+            raise TierUnavailable(
+                f"{source.where(name)!r} cannot be fetched to {str(temporary)!r}: {error.strerror or error}.",
+                hint=f"Set TMPDIR to a folder with {manifest.size:,} bytes to spare.",
+            ) from error
+        yield tier
+    finally:
+        folder.close()
+
+
+def check_target(file: Path, *, force: bool) -> None:
+    """Make sure that a file can be written.
+
+    Raises:
+        SetupError: there is something already, or no folder for it.
+    """
+    if file.is_dir():
+        raise SetupError(f"{str(file)!r} is a folder.", hint=f"Give the name of a file, such as {file / 'model.ckpt'}.")
+    if os.path.lexists(file) and not force:
+        raise SetupError(f"{str(file)!r} is there already.", hint="Give another name, or --force to overwrite it.")
+    if not file.parent.is_dir():
+        raise SetupError(f"There is no folder {str(file.parent)!r}.", hint=f"Try mkdir -p {file.parent}.")
+
+
 def same_save(committed: Mapping[str, Manifest], manifest: Manifest) -> str | None:
     """Name under which a tier has the very save that a manifest is of, if it has."""
     return next((name for name, one in committed.items() if one.is_same_save(manifest)), None)
@@ -116,18 +170,40 @@ def push(source: LocalTier, name: str, manifest: Manifest, target: RemoteTier, t
     return sum(sent)
 
 
-def prune(
-    tier: WritableTier, keep: Keep, ranking: Ranking | None, *, dry_run: bool
-) -> tuple[list[Judgement], set[str]]:
-    """Judge all checkpoints of a tier, and remove what the rule gives up unless it is a dry run.
+@dataclass
+class Pruned:
+    """What a rule did to a tier: its ``judgements``, newest first, the names of what was ``removed``, and why others
+    are ``left`` that were to go."""
 
-    Returns:
-        The judgements, newest first, and the names of what was removed.
-    """
-    committed = store.list_checkpoints(tier).committed
-    judgements = judge(committed, keep, ranking, {entry.at for one in committed.values() for entry in one if entry.at})
-    removed = [] if dry_run else store.retain(tier, keep, ranking, committed=committed)
-    return judgements, {judgement.name for judgement in removed}
+    judgements: list[Judgement]
+    removed: set[str] = field(default_factory=set)
+    left: dict[str, str] = field(default_factory=dict)
+
+
+def prune(
+    tier: WritableTier, committed: Mapping[str, Manifest], keep: Keep, ranking: Ranking | None, *, dry_run: bool
+) -> Pruned:
+    """Judge the checkpoints of a tier, each run for itself; unless it is a dry run, remove what the rule gives up."""
+    referred = {entry.at for manifest in committed.values() for entry in manifest if entry.at}
+    pruned = Pruned(judge_runs(committed, keep, ranking, referred))
+    for judgement in () if dry_run else pruned.judgements:
+        if judgement.keep:
+            continue
+        try:
+            why = store.forget(tier, judgement)
+        except (OSError, ResilienceError) as error:
+            why = _in_words(error)
+        if why is None:
+            pruned.removed.add(judgement.name)
+        else:
+            pruned.left[judgement.name] = why
+    return pruned
+
+
+def _in_words(error: OSError | ResilienceError) -> str:
+    if isinstance(error, ResilienceError):
+        return f"{error.message} {error.hint}".strip()
+    return error.strerror or str(error)
 
 
 def label(tier: LocalTier | RemoteTier, name: str, manifest: Manifest, *, pinned: bool) -> bool:

@@ -82,21 +82,23 @@ class LossTrend:
         change = loss - self._level
         if seen > WARM and self._long > 0.0:
             bound = BOUND * self._long
-            change = min(max(change, -bound), bound)
+            change = bound if change > bound else -bound if change < -bound else change
         self._level = level = self._level + change
         window = self.window
-        scatter, short, long = abs(change), min(seen - 1, window), min(seen - 1, LONG * window)
-        self._short += (scatter - self._short) / short
-        self._long += (scatter - self._long) / long
-        self._mean += (level - self._mean) / min(seen, window)
-        self._slow_mean += (level - self._slow_mean) / min(seen, LONG * window)
+        long_window = LONG * window
+        scatter = change if change >= 0.0 else -change
+        before = seen - 1
+        self._short += (scatter - self._short) / (window if before > window else before)
+        self._long += (scatter - self._long) / (long_window if before > long_window else before)
+        self._mean = mean = self._mean + (level - self._mean) / (window if seen > window else seen)
+        self._slow_mean += (level - self._slow_mean) / (long_window if seen > long_window else seen)
         if seen < window:
             return
         self._since_low += 1
         if seen == window:
-            self._best = self._mean
-        if self._mean < self._low - SIGNIFICANT * self.error:
-            self._low, self._since_low, self._on_plateau = self._mean, 0, False
+            self._best = mean
+        if mean < self._low and mean < self._low - SIGNIFICANT * self.error:  # the first is quick, and rarely so
+            self._low, self._since_low, self._on_plateau = mean, 0, False
 
     @property
     def known(self) -> bool:

@@ -88,6 +88,37 @@ def understood(said: Mapping[str, Any], tier: str) -> tuple[Keep, Ranking | None
         return None
 
 
+def recorded(manifests: Mapping[str, Manifest], *tiers: str) -> tuple[str, Keep, Ranking | None] | None:
+    """The rule that the newest checkpoint with one states, for the first of ``tiers`` that it has one for, and the name
+    of that checkpoint; None where there is none, or another version's."""
+    name = next((name for name in newest_first(manifests) if "retention" in manifests[name].extra), None)
+    if name is None:
+        return None
+    rules = (understood(manifests[name].extra["retention"], tier) for tier in tiers)
+    return next(((name, *rule) for rule in rules if rule is not None), None)
+
+
+def described(keep: Keep, ranking: Ranking | None) -> str:
+    """What a rule keeps, in words."""
+    parts = ["all" if keep.last == -1 else _the_newest(keep.last)]
+    if ranking is not None and keep.top_k:
+        best = "all" if keep.top_k == -1 else "the best" if keep.top_k == 1 else f"the {keep.top_k} best"
+        parts.append(f"{best} by {ranking.monitor} ({ranking.mode})")
+    if isinstance(keep.milestones, int):
+        parts.append(f"one for each multiple of {keep.milestones:,} steps")
+    elif keep.milestones:
+        parts.append(f"one for each of the steps {', '.join(map(str, keep.milestones))}")
+    if keep.marked:
+        parts.append(f"{_the_newest(keep.marked)} labelled {MILESTONE}")
+    if keep.max_bytes is not None:
+        parts.append(f"{keep.max_bytes:,} bytes at most")
+    return ", ".join(parts)
+
+
+def _the_newest(count: int) -> str:
+    return "the newest" if count == 1 else f"the newest {count}"
+
+
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
@@ -181,6 +212,17 @@ def judge(
         else Judgement(name, bool(why), tuple(why) or (_surplus(keep),))
         for name, why in reasons.items()
     ]
+
+
+def judge_runs(
+    manifests: Mapping[str, Manifest], keep: Keep, ranking: Ranking | None = None, in_use: Collection[str] = ()
+) -> list[Judgement]:
+    """As ``judge``, each run for itself: what one run saves makes nothing of another's redundant."""
+    runs: dict[str, dict[str, Manifest]] = {}
+    for name, manifest in manifests.items():
+        runs.setdefault(manifest.run, {})[name] = manifest
+    judgements = {one.name: one for run in runs.values() for one in judge(run, keep, ranking, in_use)}
+    return [judgements[name] for name in newest_first(manifests)]
 
 
 def last_good(manifests: Mapping[str, Manifest], off_since: int) -> str | None:

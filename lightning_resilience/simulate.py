@@ -14,8 +14,9 @@ Daly, which an *oracle* knows beforehand.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -98,14 +99,22 @@ def failures_of(setting: Setting, seed: int) -> list[float]:
     return times
 
 
-def simulate(schedule: Schedule, setting: Setting, seed: int = 0) -> Outcome:
+Told = Callable[[float], None]
+"""Hears of seconds that were simulated."""
+
+
+def _nobody(seconds: float) -> None:
+    """Nobody is told."""
+
+
+def simulate(schedule: Schedule, setting: Setting, seed: int = 0, tell: Told = _nobody) -> Outcome:
     """Run ``schedule`` once."""
-    return _Run(schedule, setting, seed).outcome()
+    return _Run(schedule, setting, seed, tell).outcome()
 
 
-def average(schedule: Schedule, setting: Setting, seeds: Sequence[int] = range(4)) -> Outcome:
+def average(schedule: Schedule, setting: Setting, seeds: Sequence[int] = range(4), tell: Told = _nobody) -> Outcome:
     """The mean of several runs; the longest gap of all."""
-    outcomes = [simulate(schedule, setting, seed) for seed in seeds]
+    outcomes = [simulate(schedule, setting, seed, tell) for seed in seeds]
 
     def mean(name: str) -> float:
         return float(np.mean([getattr(outcome, name) for outcome in outcomes]))
@@ -124,7 +133,8 @@ def average(schedule: Schedule, setting: Setting, seeds: Sequence[int] = range(4
 class _Run:
     """One run of one schedule."""
 
-    def __init__(self, schedule: Schedule, setting: Setting, seed: int) -> None:
+    def __init__(self, schedule: Schedule, setting: Setting, seed: int, tell: Told) -> None:
+        self._tell = tell
         self._schedule, self._setting = schedule, setting
         self._losses = _losses(setting, seed)
         self._failures = failures_of(setting, seed)
@@ -172,8 +182,8 @@ class _Run:
             looks_ahead = False
             if skip > 1:
                 now, steps = now + skip * setting.step, steps + skip
-                for _ in range(min(skip, 2 * _window(decider)) if decider.wants_losses else 0):
-                    decider.see_loss(next(self._losses))
+                for loss in islice(self._losses, min(skip, 2 * _window(decider)) if decider.wants_losses else 0):
+                    decider.see_loss(loss)
             now, steps = now + setting.step, steps + 1
             if pending is not None and now >= pending[0]:
                 state = pending[1]
@@ -204,6 +214,7 @@ class _Run:
         """The progress at risk, over the time between the starts of two saves: until the first of them is committed,
         that since the save before it too."""
         self._risk += gap * gap / 2 + before * min(self._setting.commit, gap)
+        self._tell(gap)
 
 
 def _quiet(decider: Decider, now: float, last: Progress) -> float:

@@ -330,17 +330,26 @@ def retain(
         if judgement.keep:
             continue
         try:
-            if PINNED in read_manifest(tier, judgement.name).labels:
-                continue  # since it was listed
-            if tier.is_held(judgement.name):
-                continue  # it is on its way to another node, or its files are on their way here
-            tier.remove(judgement.name)
+            if forget(tier, judgement) is None:
+                removed.append(judgement)
         except (OSError, ResilienceError) as error:
             log.warning("event=forget name=%s error=%r", judgement.name, error)
-            continue
-        log.info("event=forget name=%s from=%s reason=%r", judgement.name, tier.where(), "; ".join(judgement.reasons))
-        removed.append(judgement)
     return removed
+
+
+def forget(tier: WritableTier, judgement: Judgement) -> str | None:
+    """Remove what a rule gives up; why it stays after all, or None.
+
+    Raises:
+        OSError, ResilienceError: it cannot be removed.
+    """
+    if PINNED in read_manifest(tier, judgement.name).labels:
+        return "it was pinned just now"  # since it was listed
+    if tier.is_held(judgement.name):
+        return "a process is using it"  # it is on its way to another node, or its files are on their way here
+    tier.remove(judgement.name)
+    log.info("event=forget name=%s from=%s reason=%r", judgement.name, tier.where(), "; ".join(judgement.reasons))
+    return None
 
 
 def sweep(tier: WritableTier) -> list[str]:

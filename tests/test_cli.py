@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import math
@@ -14,9 +15,11 @@ from typing import Any
 
 import pytest
 
-from lightning_resilience import cli
+from lightning_resilience import cli, commands, console, typed
 from lightning_resilience._version import __version__
+from lightning_resilience.ledger import LEDGER
 from lightning_resilience.manifest import MANIFEST, WEIGHTS_ONLY, digest
+from lightning_resilience.retention import Keep, Ranking, stated
 from lightning_resilience.tiers import LocalTier
 from on_disk import FILES, begin, flip, save, stock_folder, tree
 
@@ -54,7 +57,7 @@ def document(call):
 
 def process(*argv: object, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "lightning_resilience.cli", *map(str, argv)],
+        [sys.executable, "-m", "lightning_resilience", *map(str, argv)],
         **{"capture_output": True, "text": True, "timeout": 120, **options},
     )
 
@@ -82,6 +85,50 @@ def test_ls_prints_a_row_a_checkpoint_newest_first(tier: LocalTier, call) -> Non
         assert part in older
 
 
+def test_ls_shows_each_metric_once_and_the_monitored_one_first(tier: LocalTier, call, document) -> None:
+    logged = {"acc": 0.5, "lr_step": 0.1, "train_loss": 1.0, "train_loss_epoch": 1.0, "train_loss_step": 2.0}
+    rules = stated(Keep(top_k=1), None, Ranking("val_loss"))
+    save(tier, step=1, metrics={**logged, "val_loss": 0.25}, extra={"retention": rules})
+    _, out, _ = call("ls", tier.root)
+    assert "  val_loss=0.25, acc=0.5, lr_step=0.1, train_loss=1  " in out
+    _, found = document("ls", tier.root)
+    assert found["monitor"] == "val_loss"
+    assert found["checkpoints"][0]["metrics"].keys() == {*logged, "val_loss"}
+
+
+@pytest.mark.parametrize(
+    ("monitor", "shown"), [("loss_epoch", "  loss_epoch=3  "), ("elsewhere", "  loss=1  "), ("loss", "  loss=1  ")]
+)
+def test_ls_takes_the_monitored_one_of_several_names_of_a_metric(tier: LocalTier, call, monitor, shown) -> None:
+    logged = {"loss": 1.0, "loss_step": 2.0, "loss_epoch": 3.0}
+    save(tier, metrics=logged, extra={"retention": stated(Keep(top_k=1), None, Ranking(monitor))})
+    assert shown in call("ls", tier.root)[1]
+
+
+@pytest.mark.parametrize("columns", [70, 80, 110])
+def test_ls_fits_the_terminal_and_leaves_out_what_matters_least(
+    tier: LocalTier, monkeypatch, capsys, columns: int
+) -> None:
+    for step in (1200, 2400):
+        save(
+            tier,
+            f"epoch=0-step={step}.ckpt",
+            step=step,
+            metrics={"val_loss": 0.3123, "train_loss": 0.5, "train_loss_step": 0.5, "train_loss_epoch": 0.5},
+            reason="1801.3 s since the last save, the loss calm",
+            extra={"retention": stated(Keep(top_k=1, milestones=100), None, Ranking("val_loss"))},
+        )
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert cli.main(["ls", str(tier.root)]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert max(map(len, (head, *rows))) <= columns
+    assert "KEPT" in head
+    assert "val_loss" in rows[0]
+    assert ("RANKS" in head, "REASON" in head) == (False, False)
+    assert ("newest; milestone 2400" in rows[0]) == (columns > 70)
+
+
 def test_ls_leaves_out_columns_that_nobody_filled(tier: LocalTier, call) -> None:
     save(tier)
     _, out, _ = call("ls", tier.root)
@@ -90,6 +137,24 @@ def test_ls_leaves_out_columns_that_nobody_filled(tier: LocalTier, call) -> None
 
 def test_ls_of_an_empty_folder_says_so_and_is_fine(tmp_path: Path, call) -> None:
     assert call("ls", tmp_path) == (0, f"No checkpoints in {tmp_path}.\n", "")
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "prune"])
+def test_folder_with_nothing_of_a_run_in_it_is_a_problem(tmp_path: Path, call, command: str) -> None:
+    (tmp_path / "passwd").write_text("root")
+    code, out, err = call(command, tmp_path)
+    assert (code, out) == (1, "")
+    assert f"There are no checkpoints in '{tmp_path}', nor anything else of a run." in err
+    (tmp_path / LEDGER).write_text("")
+    assert call(command, tmp_path) == (0, f"No checkpoints in {tmp_path}.\n", "")
+
+
+def test_ls_of_a_folder_that_lost_its_checkpoints_shows_those_of_the_cold_tier(tier: LocalTier, tmp_path, call) -> None:
+    save(tier)
+    (tmp_path / "burnt").mkdir()
+    (tmp_path / "burnt" / "hparams.yaml").touch()
+    code, out, _ = call("ls", tmp_path / "burnt", "--remote", f"file://{tier.root}")
+    assert (code, "step=100.ckpt" in out) == (0, True)
 
 
 def test_ls_of_a_folder_that_is_missing_is_a_problem(tmp_path: Path, call) -> None:
@@ -336,7 +401,7 @@ def test_a_checkpoint_that_retention_takes_during_a_verify_is_no_problem(
         return real(self, name, file)
 
     monkeypatch.setattr(LocalTier, "digest", digest_while_removing)
-    monkeypatch.setattr(cli, "READERS", 1)
+    monkeypatch.setattr(commands, "READERS", 1)
     code, found = document("verify", tier.root)
     assert (code, [ckpt["name"] for ckpt in found["checkpoints"]]) == (0, ["step=2.ckpt"])
 
@@ -347,7 +412,7 @@ def test_an_interrupt_stops_a_verify_without_a_traceback(tier: LocalTier, call, 
     def interrupted(*args: object) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli.store, "content_problem", interrupted)
+    monkeypatch.setattr(commands.store, "content_problem", interrupted)
     code, out, err = call("verify", tier.root)
     assert (code, out, err) == (130, "", "lightning-resilience: interrupted\n")
 
@@ -381,7 +446,7 @@ class Clock:
 def test_progress_is_a_bar_on_a_terminal_and_is_taken_away_at_the_end(monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     clock, stream = Clock(), Terminal()
-    meter = cli.Meter(4096, stream, "verified", clock)
+    meter = console.Meter(4096, stream, "verified", clock)
     clock.now = 2.0
     meter.advance(1024, "a-checkpoint-with-a-long-name.ckpt")
     shown = stream.getvalue()
@@ -392,7 +457,7 @@ def test_progress_is_a_bar_on_a_terminal_and_is_taken_away_at_the_end(monkeypatc
 
 def test_progress_is_a_plain_line_now_and_then_elsewhere() -> None:
     clock, stream = Clock(), io.StringIO()
-    meter = cli.Meter(4096, stream, "verified", clock)
+    meter = console.Meter(4096, stream, "verified", clock)
     for second in range(1, 26):
         clock.now = float(second)
         meter.advance(100, "a.ckpt")
@@ -403,9 +468,21 @@ def test_progress_is_a_plain_line_now_and_then_elsewhere() -> None:
     ]
 
 
+def test_progress_as_a_share_begins_when_work_has_taken_a_second(monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    clock, stream = Clock(), Terminal()
+    meter = console.Share(10.0, stream, "simulated", clock)
+    clock.now = 0.9
+    meter.advance(4, "oracle")
+    assert stream.getvalue() == ""
+    clock.now = 1.1
+    meter.advance(1, "oracle")
+    assert stream.getvalue() == "\r\x1b[K[############------------]  50%  oracle"
+
+
 def test_progress_of_nothing_does_not_divide_by_it() -> None:
     clock, stream = Clock(), Terminal()
-    meter = cli.Meter(0, stream, "verified", clock)
+    meter = console.Meter(0, stream, "verified", clock)
     clock.now = 1.0
     meter.advance(0, "empty.ckpt")
     assert "100%" in stream.getvalue()
@@ -418,7 +495,7 @@ ROW = {"NAME": "epoch=0-step=1200.ckpt", "SIZE": "1.2 GiB", "METRICS": "val_loss
 
 @pytest.mark.parametrize("width", [None, 100, 80, 60, 40, 10])
 def test_a_table_fits_the_terminal_and_keeps_names_whole(width: int | None) -> None:
-    lines = list(cli.table([ROW, {**ROW, "NAME": "a.ckpt"}], width, right=("SIZE",)))
+    lines = list(console.table([ROW, {**ROW, "NAME": "a.ckpt"}], width, right=("SIZE",)))
     assert len(lines) == 3
     assert lines[1].startswith(ROW["NAME"])
     if width is None:
@@ -434,7 +511,32 @@ def test_a_table_fits_the_terminal_and_keeps_names_whole(width: int | None) -> N
     [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (5 * 2**30, "5.0 GiB"), (2**52, "4096.0 TiB")],
 )
 def test_sizes_are_for_people(size: int, text: str) -> None:
-    assert cli.human_size(size) == text
+    assert console.human_size(size) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("10", 10),
+        ("500B", 500),
+        ("2k", 2000),
+        ("10GB", 10**10),
+        ("10 gb", 10**10),
+        ("1.5T", 1_500_000_000_000),
+        ("3M", 3_000_000),
+        ("1KiB", 1024),
+        ("10Gi", 10 * 2**30),
+        ("0.5MiB", 2**19),
+    ],
+)
+def test_sizes_are_typed_with_units(text: str, size: int) -> None:
+    assert typed.size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-5", "0", "0.1", "10 parsecs", "1e9", "1_000", "inf", "5iB"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a size in bytes"):
+        typed.size(text)
 
 
 @pytest.mark.parametrize(
@@ -450,11 +552,11 @@ def test_sizes_are_for_people(size: int, text: str) -> None:
     ],
 )
 def test_ages_are_for_people(ago: timedelta, text: str) -> None:
-    assert cli.age(f"{NOW - ago:%Y-%m-%dT%H:%M:%SZ}", NOW) == text
+    assert console.age(f"{NOW - ago:%Y-%m-%dT%H:%M:%SZ}", NOW) == text
 
 
 def test_a_time_that_cannot_be_read_is_shown_as_it_is() -> None:
-    assert cli.age("yesterday", NOW) == "yesterday"
+    assert console.age("yesterday", NOW) == "yesterday"
 
 
 @pytest.mark.parametrize("command", COMMANDS)

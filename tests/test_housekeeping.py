@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,10 +161,155 @@ def test_prune_says_why_and_does_it_unless_it_is_a_dry_run(hot: LocalTier, url: 
     assert left == ["step=400.ckpt", "step=300.ckpt", "step=100.ckpt"]
 
 
+@pytest.fixture
+def recorded(hot: LocalTier) -> LocalTier:
+    """Six checkpoints of a run that keeps the best two by ``acc``, and one for each 100 steps in the cold tier."""
+    rules = stated(Keep(last=1, top_k=2, milestones=[10]), Keep(last=-1), Ranking("acc", "max"))
+    for step, acc in ((10, 0.1), (20, 0.9), (30, 0.2), (40, 0.8), (50, 0.3), (60, 0.4)):
+        save(hot, step=step, extra={"retention": rules}, metrics={"acc": acc, "loss": 1 - acc})
+    return hot
+
+
+def steps_left(tier: LocalTier | RemoteTier) -> list[int]:
+    return sorted(manifest.step for manifest in store.list_checkpoints(tier).committed.values())
+
+
+@pytest.mark.parametrize(
+    ("argv", "left"),
+    [
+        ((), [10, 20, 40, 60]),
+        (("--last", 2, "--milestones", 50), [20, 40, 50, 60]),  # what the run calls best stays
+        (("--top-k", 1), [10, 20, 60]),
+        (("--mode", "min"), [10, 30, 60]),
+        (("--monitor", "loss"), [10, 30, 60]),
+        (("--monitor", "loss", "--mode", "min"), [10, 20, 40, 60]),
+        (("--max-bytes", 2 * sum(map(len, FILES.values()))), [20, 60]),
+    ],
+)
+def test_prune_goes_by_the_rule_that_the_run_recorded_with_options_in_the_place_of_its_parts(
+    recorded: LocalTier, call: Any, argv: tuple[Any, ...], left: list[int]
+) -> None:
+    code, document, err = call("prune", recorded.root, *argv)
+    assert (code, err) == (0, "")
+    assert steps_left(recorded) == left
+    assert document["rule"]["recorded_by"] == "step=60.ckpt"
+    assert document["rule"]["given"] == [option for option in argv if str(option).startswith("--")]
+
+
+def test_prune_removes_nothing_that_ls_says_is_kept(recorded: LocalTier, call: Any) -> None:
+    kept = {ckpt["name"]: ckpt["kept"] for ckpt in call("ls", recorded.root)[1]["checkpoints"]}
+    pruned = {ckpt["name"]: ckpt["reasons"] for ckpt in call("prune", recorded.root)[1]["checkpoints"]}
+    assert pruned == kept
+
+
+def test_prune_of_a_cold_tier_goes_by_its_own_rule_or_else_the_folders(
+    recorded: LocalTier, url: str, call: Any
+) -> None:
+    call("push", recorded.root, url)
+    call("prune", url)
+    assert steps_left(RemoteTier(url)) == [10, 20, 30, 40, 50, 60]
+    newest = store.read_manifest(recorded, "step=60.ckpt")
+    rules = {key: value for key, value in newest.extra["retention"].items() if key != "cold"}
+    store.restate(RemoteTier(url), "step=60.ckpt", replace(newest, extra={"retention": rules}))
+    call("prune", url)
+    assert steps_left(RemoteTier(url)) == [10, 20, 40, 60]
+
+
+def test_prune_judges_each_run_for_itself(recorded: LocalTier, call: Any) -> None:
+    """As training does: a run that begins anew in the folder makes nothing of the one before it redundant."""
+    rules = store.read_manifest(recorded, "step=60.ckpt").extra
+    for step, acc in ((70, 0.95), (80, 0.96), (90, 0.97), (99, 0.5)):
+        save(recorded, step=step, run="another", extra=rules, metrics={"acc": acc})
+    call("prune", recorded.root)
+    assert steps_left(recorded) == [10, 20, 40, 60, 70, 80, 90, 99]
+    assert [ckpt["kept"] for ckpt in call("ls", recorded.root)[1]["checkpoints"]][3] == ["milestone 10"]
+
+
+def test_newest_checkpoint_without_a_rule_leaves_it_to_the_one_before_it(recorded: LocalTier, call: Any) -> None:
+    save(recorded, step=70)
+    assert call("prune", recorded.root)[1]["rule"]["recorded_by"] == "step=60.ckpt"
+    assert steps_left(recorded) == [10, 20, 40, 70]
+
+
+def test_prune_says_which_rule_it_applies(recorded: LocalTier, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["prune", str(recorded.root), "--last", "2", "--milestones", "50000", "--dry-run"])
+    stays, origin, *_ = capsys.readouterr().out.splitlines()
+    assert stays == (
+        "What stays: the newest 2, the 2 best by acc (max), one for each multiple of 50,000 steps,"
+        " the newest labelled milestone"
+    )
+    assert origin == "  (as step=60.ckpt records it, but for --last, --milestones)"
+
+
+def test_prune_without_a_recorded_rule_says_so(hot: LocalTier, call: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 2):
+        save(hot, step=step)
+    with pytest.raises(SystemExit) as stop:
+        call("prune", hot.root)
+    assert stop.value.code == 2
+    assert "say what is to stay, such as --last 3" in capsys.readouterr().err
+    cli.main(["prune", str(hot.root), "--last", "1"])
+    assert "(by --last; no checkpoint there records a rule that this version knows)" in capsys.readouterr().out
+    assert steps_left(hot) == [2]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"), [({"loss": 1.0, "acc": 0.5}, "there are acc, loss"), ({}, "they have none")]
+)
+def test_prune_by_a_metric_that_nothing_has_is_wrong_usage_and_lists_those_there_are(
+    hot: LocalTier, call: Any, capsys: pytest.CaptureFixture[str], metrics: dict[str, float], said: str
+) -> None:
+    for step in (1, 2):
+        save(hot, step=step, metrics=metrics)
+    with pytest.raises(SystemExit) as stop:
+        call("prune", hot.root, "--last", 1, "--top-k", 1, "--monitor", "val_los")
+    assert stop.value.code == 2
+    assert f"--monitor val_los: no checkpoint has that metric; {said}" in capsys.readouterr().err
+    assert steps_left(hot) == [1, 2]
+
+
+def test_checkpoint_that_cannot_be_removed_is_said_once_in_words(
+    hot: LocalTier, call: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2, 3, 4):
+        save(hot, step=step)
+    rename = os.rename
+
+    def read_only(source: Any, target: Any) -> None:
+        if "step=3" not in str(source):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(source), None, str(target))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", read_only)
+    code, document, err = call("prune", hot.root, "--last", 1)
+    assert code == 1
+    assert err.splitlines() == [
+        f"lightning-resilience: step={step}.ckpt was not removed: Read-only file system" for step in (2, 1)
+    ]
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    assert [(ckpt["name"], ckpt["removed"]) for ckpt in document["checkpoints"]] == [
+        ("step=4.ckpt", False),
+        ("step=3.ckpt", True),
+        ("step=2.ckpt", False),
+        ("step=1.ckpt", False),
+    ]
+    assert document["checkpoints"][2]["left"] == "Read-only file system"
+
+
+def test_checkpoint_that_a_process_holds_is_not_pruned(hot: LocalTier, call: Any) -> None:
+    for step in (1, 2):
+        save(hot, step=step)
+    with hot.hold("step=1.ckpt"):
+        code, _, err = call("prune", hot.root, "--last", 1)
+    assert (code, steps_left(hot)) == (1, [1, 2])
+    assert "step=1.ckpt was not removed: a process is using it" in err
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         ("prune {hot} --top-k 1", "no --monitor to rank them by"),
+        ("prune {hot} --mode max", "no --monitor to rank them by"),
         ("prune {hot} --last 0", "'0' is not a whole number of 1 or more, or -1"),
         ("prune {hot} --milestones 0", "--milestones"),
         ("prune {hot} --max-bytes -5", "--max-bytes"),
@@ -282,6 +430,23 @@ def test_pinned_checkpoint_outlives_every_rule_until_it_is_unpinned(
     call("unpin", f"{root}/step=100.ckpt")
     call("prune", root, "--last", 1)
     assert names(call("ls", root)[1]) == ["step=200.ckpt"]
+
+
+def test_several_checkpoints_are_pinned_at_once_or_none_of_them(hot: LocalTier, call: Any, capsys: Any) -> None:
+    paths = [hot.path(save(hot, step=step)) for step in (1, 2, 3)]
+    code, document, err = call("pin", paths[0], hot.path("step=9.ckpt"), paths[1])
+    assert (code, document["error"]) == (1, "CheckpointNotFound")
+    assert "has: step=3.ckpt, step=2.ckpt, step=1.ckpt" in err
+    assert not any(ckpt["labels"] for ckpt in call("ls", hot.root)[1]["checkpoints"])
+    call("pin", paths[0])
+    assert [ckpt["changed"] for ckpt in call("pin", *paths[:2])[1]["checkpoints"]] == [False, True]
+    assert [ckpt["labels"] for ckpt in call("ls", hot.root)[1]["checkpoints"]] == [[], [PINNED], [PINNED]]
+    assert cli.main(["unpin", *map(str, paths)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "step=1.ckpt is not pinned.",
+        "step=2.ckpt is not pinned.",
+        "step=3.ckpt is not pinned already.",
+    ]
 
 
 def test_store_that_does_not_answer_is_an_error_with_its_cause(

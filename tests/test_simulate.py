@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from lightning_resilience import cli
+from lightning_resilience import cli, console
 from lightning_resilience.adaptive import AdaptiveSchedule
+from lightning_resilience.forecast import Observed, compare, runs_of, setting_of
 from lightning_resilience.ledger import Ledger
 from lightning_resilience.schedule import EverySeconds, Progress, Schedule
 from lightning_resilience.simulate import DAY, Setting, average, failures_of, simulate
@@ -165,6 +166,51 @@ def test_simulate_as_json_is_one_document(call) -> None:
     assert by_name["adaptive"]["waste"] <= 1.1 * by_name["oracle that keeps the promises"]["waste"]
     assert by_name["every 3600 s"]["waste"] > 2 * by_name["adaptive"]["waste"]
     assert min(waste for _, waste in document["curve"]) >= 0.95 * by_name["oracle"]["waste"]
+
+
+@pytest.mark.parametrize(
+    ("mtbf", "stall", "failures", "runs"),
+    [
+        (HOUR, 0.5, 100, 1),
+        (60.0, 5.0, 1440, 1),  # a day at least
+        (7 * DAY, 0.5, 30 / 7, 3),  # thirty days at most
+        (5 * HOUR, 0.005, 30, 1),  # so many saves that a hundred would take minutes
+        (HOUR, 0.005, 50, 1),
+    ],
+)
+def test_runs_are_as_long_and_as_many_as_it_takes_to_see_failures(
+    mtbf: float, stall: float, failures: float, runs: int
+) -> None:
+    setting = setting_of(Observed(mtbf, stall, 1.0, 1.0), restart=120.0, noise=0.05)
+    assert setting.duration / mtbf == pytest.approx(failures, rel=0.01)
+    assert runs_of(setting) == runs
+
+
+def test_all_of_the_work_is_told_of_as_it_is_done() -> None:
+    told: list[tuple[float, str]] = []
+    totals: list[float] = []
+
+    def progress(total: float) -> Any:
+        totals.append(total)
+        return lambda count, what: told.append((count, what))
+
+    setting = Setting(mtbf=HOUR, stall=1.0, commit=10.0, step=5.0, duration=DAY, restart=0.0)
+    compare(AdaptiveSchedule(), setting, range(2), progress)
+    assert sum(count for count, _ in told) == pytest.approx(totals[0], rel=0.01)
+    assert len(told) > 1000
+    assert told[0][1] == "adaptive"
+
+
+def test_simulate_shows_how_far_it_is_on_a_terminal_and_takes_that_away(call, monkeypatch) -> None:
+    monkeypatch.setattr(console.Share, "SHORT", 0.0)
+    monkeypatch.setattr(console.Share, "BAR_SECONDS", 0.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    code, _, err = call(*KNOWN)
+    shown = err.split("\r\x1b[K")
+    assert code == 0
+    assert "%  adaptive" in shown[1]
+    assert "%  every 3600 s" in shown[-2]
+    assert shown[-1] == ""
 
 
 def write_ledger(folder: Path) -> None:
