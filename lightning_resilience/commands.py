@@ -363,6 +363,8 @@ def _rule(options: argparse.Namespace, committed: dict[str, Manifest]) -> tuple[
         keep, **{part: value for part, value in given.items() if part not in ("monitor", "mode")}
     )
     monitor = options.monitor or (ranking.monitor if ranking is not None else None)
+    if ranking is not None and monitor != ranking.monitor and options.mode is None:
+        options.wrong_usage(f"--monitor {monitor}: say which of its scores are best, with --mode min or --mode max")
     mode = options.mode or (ranking.mode if ranking is not None else "min")
     if monitor is None and (options.top_k is not None or options.mode is not None):
         option = "--top-k" if options.top_k is not None else "--mode"

@@ -181,7 +181,7 @@ def steps_left(tier: LocalTier | RemoteTier) -> list[int]:
         (("--last", 2, "--milestones", 50), [20, 40, 50, 60]),  # what the run calls best stays
         (("--top-k", 1), [10, 20, 60]),
         (("--mode", "min"), [10, 30, 60]),
-        (("--monitor", "loss"), [10, 30, 60]),
+        (("--monitor", "loss", "--mode", "max"), [10, 30, 60]),
         (("--monitor", "loss", "--mode", "min"), [10, 20, 40, 60]),
         (("--max-bytes", 2 * sum(map(len, FILES.values()))), [20, 60]),
     ],
@@ -194,6 +194,15 @@ def test_prune_goes_by_the_rule_that_the_run_recorded_with_options_in_the_place_
     assert steps_left(recorded) == left
     assert document["rule"]["recorded_by"] == "step=60.ckpt"
     assert document["rule"]["given"] == [option for option in argv if str(option).startswith("--")]
+
+
+def test_prune_by_another_metric_is_told_which_of_its_scores_are_best(
+    recorded: LocalTier, call: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        call("prune", recorded.root, "--monitor", "loss")
+    assert "--mode min or --mode max" in capsys.readouterr().err
+    assert steps_left(recorded) == [10, 20, 30, 40, 50, 60]
 
 
 def test_prune_removes_nothing_that_ls_says_is_kept(recorded: LocalTier, call: Any) -> None:
