@@ -131,8 +131,7 @@ class Engine:
         self._protected[folder] = names
 
     def must_stay(self, folder: Folder) -> set[str]:
-        """Names that must stay in a folder now: what was resumed from, until there is something newer; what is on its
-        way elsewhere."""
+        """Names that must stay in a folder now: what was resumed from, what is on its way elsewhere."""
         return {*self.in_use, *self._protected.get(folder, tuple)()}
 
     def _take_over(self, folder: Folder) -> None:
@@ -364,7 +363,6 @@ class Engine:
             self._give_up(job, as_save_failed(error, save.step, self.ranks.rank))
             return
         self._failures[save.folder] = 0
-        self.in_use = set()  # there is something newer to go on from now
         job.release()
         now = time.perf_counter()
         save.persist, save.seconds = now - begin, now - save.began

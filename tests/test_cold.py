@@ -221,8 +221,8 @@ def test_source_of_the_resume_stays_in_the_cold_tier_until_a_newer_one_is_there(
             seen.append(steps(cold(tmp_path)))
 
     fit(tmp_path, last=12, keep=Keep(last=1), callback=Watching)
-    assert all(found and found[-1] > 8 for found in seen)
-    assert steps(cold(tmp_path)) == [12]
+    assert all(8 in found for found in seen)
+    assert seen[-1][-1] == 12
 
 
 @contextmanager
@@ -673,7 +673,8 @@ def test_what_another_run_has_in_the_cold_tier_stays_and_takes_no_room(tmp_path:
     of_a = {"a-step=4.ckpt", "a-step=6.ckpt", "a-step=8.ckpt"}
     assert set(cold(tmp_path)) == of_a | {"b-step=6.ckpt", "b-step=8.ckpt"}
     another(12, "last")
-    assert set(cold(tmp_path)) == of_a | {"b-step=10.ckpt", "b-step=12.ckpt"}  # of its own the newest two
+    # Of its own the newest two, and what it was resumed from.
+    assert set(cold(tmp_path)) == of_a | {"b-step=8.ckpt", "b-step=10.ckpt", "b-step=12.ckpt"}
 
 
 @pytest.mark.parametrize("error", [TierDenied("not yours"), TierUnavailable("not there")])
@@ -759,9 +760,8 @@ def test_explicit_url_of_a_checkpoint_is_resumed(tmp_path: Path) -> None:
     fit(tmp_path)
     for hot in ("hot", "other"):
         model = TinyModel()
-        remote = f"local://{tmp_path}/{'cold' if hot == 'hot' else 'more'}"
         checkpoint = ResilientCheckpoint(
-            tmp_path / hot, schedule=EverySteps(2), remote=remote, remote_keep=Keep(last=-1)
+            tmp_path / hot, schedule=EverySteps(2), remote=f"local://{tmp_path}/{'cold' if hot == 'hot' else 'more'}"
         )
         trainer = make_trainer(tmp_path, settle(), checkpoint, max_steps=10, max_epochs=-1)
         trainer.fit(model, data(64), ckpt_path=f"local://{tmp_path}/cold/epoch=0-step=6.ckpt")
@@ -947,7 +947,7 @@ def test_folder_with_an_older_save_of_a_name_does_not_hide_the_newer_one(tmp_pat
     for hot, last in (("a", 2), ("b", 4), ("c", 8)):
         fit(tmp_path, last=last, hot=hot, **AGAIN)
     assert fit(tmp_path, last=10, hot="a", **AGAIN).history[0][0] == 8
-    assert steps(cold(tmp_path))[-1] == 10
+    assert {8, 10} <= {*steps(cold(tmp_path))}
     for manifest in committed(tmp_path / "a"):  # each is whole, none is mixed of two
         assert manifest.step in (8, 10)
 
