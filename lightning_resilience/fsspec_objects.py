@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lightning_resilience import durable
 from lightning_resilience.errors import ResilienceError, SetupError, TierDenied, TierUnavailable
 from lightning_resilience.patience import Patience
 from lightning_resilience.transfer import (
@@ -218,11 +219,7 @@ class FsspecObjects:
 
 def _give_its_name(source: str, path: str) -> None:
     """Move a local file, which is durable, to its name in one step, whatever folder a sweep removes meanwhile."""
-    fd = os.open(source, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    durable.sync(source)
     for _ in range(10):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with suppress(FileNotFoundError):
@@ -235,11 +232,7 @@ def _sync(path: str, root: str) -> None:
     """Have a local file, and the names that lead to it from the folder above ``root``, survive power loss."""
     last = os.path.dirname(os.path.abspath(root))
     while True:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        durable.sync(path)
         if path in (last, os.path.dirname(path)) or not path.startswith(last):
             return
         path = os.path.dirname(path)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias
 
 import xxhash
 
-from lightning_resilience import points
+from lightning_resilience import durable, points
 from lightning_resilience.errors import CheckpointCorrupt, CheckpointNotFound, TierDenied, TierUnavailable
 from lightning_resilience.manifest import EXTENSION, MANIFEST, PARTIAL, REMOVED, FileEntry, Manifest
 
@@ -310,11 +310,7 @@ class LocalTier:
 
     def sync(self, name: str = "") -> None:
         """Make the folder's list of names survive power loss."""
-        fd = os.open(self.path(name), os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        durable.sync(self.path(name))
 
     def seal(self, name: str, manifest: Manifest) -> None:
         """Write the manifest, durably."""
@@ -459,11 +455,7 @@ def _make_durably(folder: Path) -> None:
     if not folder.exists():
         _make_durably(folder.parent)
         folder.mkdir(exist_ok=True)
-        fd = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        durable.sync(folder.parent)
     elif not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "is a file", str(folder))
 
