@@ -242,9 +242,10 @@ class FlatState:
     def _same_memory(self) -> list[tuple[str, str]]:
         """Keys of one and the same memory, with the first key that has it."""
         addresses = self.addresses
-        if self.outline.all_differ.get((addresses,), lambda: len(set(addresses)) == len(addresses)):
+        if self.outline.all_differ.get((addresses,), lambda: _all_differ(addresses)):
             return []
         times = Counter(addresses)
+        times[0] = 0  # no memory is not the same memory
         several = [times[address] > 1 for address in addresses]
         first_seen: dict[tuple[Any, ...], str] = {}
         named = zip(compress(self.outline.tensor_keys, several), compress(self.tensors, several), strict=True)
@@ -309,6 +310,12 @@ def addresses_of(tensors: Sequence[Tensor]) -> list[int]:
     return list(map(Tensor.data_ptr, tensors))
 
 
+def _all_differ(addresses: Sequence[int]) -> bool:
+    """Whether no two tensors begin at one address; where it is 0 they have no memory at all."""
+    without = addresses.count(0)
+    return len(set(addresses)) == len(addresses) - max(without - 1, 0)
+
+
 def _is_kept(path: Path) -> bool:
     return (
         len(path) == 4
@@ -338,6 +345,6 @@ def _storage_of(key: str, value: Any) -> tuple[Any, ...]:
     if isinstance(value, ShardedTensor) or not isinstance(value, Tensor):
         return (None, key)
     local = value.to_local() if isinstance(value, DTensor) else value
-    if local.numel() == 0 or value.dim() == 0:
+    if local.numel() == 0 or value.dim() == 0 or (address := local.data_ptr()) == 0:
         return (None, key)
-    return (local.data_ptr(), local.dtype, local.shape, local.stride(), local.device, key.partition(".")[0])
+    return (address, local.dtype, local.shape, local.stride(), local.device, key.partition(".")[0])

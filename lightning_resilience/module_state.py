@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 from lightning_resilience.flat import PLAIN
+from lightning_resilience.saveable import what_else
 
 METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 """Of a module, that make its state."""
@@ -69,6 +70,9 @@ class ModuleState:
             return module.state_dict()
         if known is None or not known.holds(walk):
             known = None  # it keeps memory that the model may have no more
+            if any(map(what_else, walk.tensors)):  # it cannot be compared, nor saved
+                self.parameters = walk.parameters
+                return module.state_dict()
             known = _Known(walk, module.state_dict())
         self._known, self.parameters = known, walk.parameters
         return known.copy()

@@ -12,6 +12,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_resilience import Keep
 from lightning_resilience.flat import FlatState, Outline
@@ -310,6 +311,15 @@ def test_same_answers_are_given_as_long_as_nothing_changes() -> None:
     assert (family.identical(second), family.still(second)) == answers
     assert family.identical(second) is answers[0]
     assert family.still(second) is answers[1]
+
+
+def test_tensors_without_memory_are_tied_to_nothing() -> None:
+    wrappers = {name: TwoTensor(torch.ones(2), torch.ones(2)) for name in "ab"}
+    shared, empty = torch.ones(2), {name: torch.empty(0) for name in "cd"}
+    flat = FlatState.of({"model": wrappers | empty})
+    assert not flat.fingerprint()[-1]
+    flat = FlatState.of({"model": wrappers | empty | {"e": shared, "f": shared}})
+    assert flat.fingerprint()[-1] == [("model.f", "model.e")]
 
 
 # -- in a run ----------------------------------------------------------------------------------------------------------

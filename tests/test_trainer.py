@@ -6,6 +6,7 @@ import copy
 import pickle
 import warnings
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_resilience import (
     CheckpointIncompatible,
@@ -751,16 +753,83 @@ def test_model_without_an_optimizer_is_saved_and_resumed(tmp_path: Path) -> None
         fit(tmp_path, checkpoint_every(tmp_path / "run", 4), model=Untrained(), ckpt_path="last", max_epochs=2)
 
 
-def test_tensor_that_cannot_be_saved_stops_at_the_first_save_and_is_named(tmp_path: Path) -> None:
-    class Sparse(TinyModel):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("sparse", torch.eye(3).to_sparse())
+def jagged() -> Tensor:
+    return torch.nested.nested_tensor([torch.ones(3), torch.ones(5)], layout=torch.jagged)
 
-    model = Sparse()
-    with pytest.raises(SaveFailed, match=r"sparse is a torch\.sparse_coo tensor"):
+
+UNSAVEABLE: dict[str, Callable[[], Tensor]] = {
+    "torch.sparse_coo": lambda: torch.eye(3).to_sparse(),
+    "torch.sparse_csr": lambda: torch.eye(3).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(3), torch.ones(5)]),
+    "jagged nested": jagged,
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+    "meta": lambda: torch.empty(3, device="meta"),
+    "TwoTensor without memory of its own": lambda: TwoTensor(torch.ones(3), torch.zeros(3)),
+}
+
+
+class Holds(TinyModel):
+    """Has a tensor in a place of its state; from a step on, or all the time, up to one where it goes again."""
+
+    def __init__(self, what: str, place: str, steps: tuple[int, int] = (0, 100)) -> None:
+        super().__init__()
+        self.what, self.place, self.steps = what, place, steps
+        self.extra = Extra({})
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == self.steps[0]:
+            if self.place == "buffer":
+                self.register_buffer("odd", UNSAVEABLE[self.what]())
+            elif self.place == "extra state":
+                self.extra.value = {"more": [UNSAVEABLE[self.what]()]}
+        if self.global_step == self.steps[1]:
+            del self.odd
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.place == "optimizer":
+            self.trainer.optimizers[0].state[self.net[0].weight]["odd"] = UNSAVEABLE[self.what]()
+
+
+@pytest.mark.filterwarnings("ignore:.*(prototype stage|beta state|deprecated):")
+@pytest.mark.parametrize(
+    ("what", "place"),
+    # Lightning's own teardown cannot do with one on the meta device.
+    [(what, "buffer") for what in UNSAVEABLE if what != "meta"]
+    + [(what, place) for what in ("torch.sparse_coo", "jagged nested") for place in ("extra state", "optimizer")],
+)
+def test_tensor_that_cannot_be_saved_stops_at_the_first_save_and_is_named(
+    tmp_path: Path, what: str, place: str
+) -> None:
+    model = Holds(what, place)
+    with pytest.raises(SaveFailed, match=rf"(odd|more\.0) is a .*{what.split()[-1]}.*which cannot be saved"):
         fit(tmp_path, checkpoint_every(tmp_path / "run", 2), model=model)
     assert len(model.history) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*(prototype stage|beta state|deprecated):")
+@pytest.mark.parametrize("what", ["torch.sparse_coo", "nested", "quantized", "meta"])
+def test_tensor_that_cannot_be_saved_in_mid_run_costs_saves_and_not_the_run(tmp_path: Path, what: str) -> None:
+    model = Holds(what, "buffer", (3, 6))
+    with pytest.warns(UserWarning, match="step [456] was dropped.*odd is a .*which cannot be saved"):
+        fit(tmp_path, checkpoint_every(tmp_path / "run", 1, keep=Keep(last=-1), max_failures=4), model=model)
+    assert [manifest.step for manifest in committed(tmp_path / "run")] == [1, 2, 3, 7, 8]
+
+
+class Own(Tensor):
+    """A kind of tensor that has memory of its own."""
+
+
+def test_subclass_with_memory_of_its_own_is_saved_and_resumed(tmp_path: Path) -> None:
+    class Model(TinyModel):
+        def __init__(self, value: float) -> None:
+            super().__init__()
+            self.register_buffer("one", torch.full((3,), value).as_subclass(Own))
+            self.register_buffer("other", torch.full((3,), -value).as_subclass(Own))
+
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 4), model=Model(2.0))
+    again = Model(0.0)
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 4), model=again, ckpt_path="last", max_epochs=2)
+    assert [again.one.tolist(), again.other.tolist()] == [[2.0] * 3, [-2.0] * 3]
 
 
 # -- beside what is there ---------------------------------------------------------------------------------------------
