@@ -140,6 +140,15 @@ def test_what_is_done_to_a_state_dict_is_not_in_the_next_one() -> None:
     assert_same_state(state.state_dict(module), module.state_dict())
 
 
+def test_buffer_made_in_inference_mode_is_given_again() -> None:
+    """As one that a validation has put there."""
+    module, state = Root(), ModuleState()
+    with torch.inference_mode():
+        module.table = torch.ones(4, 4)
+    for _ in range(2):
+        assert torch.equal(state.state_dict(module)["table"], module.table)
+
+
 def test_same_tensors_are_given_as_long_as_nothing_changes() -> None:
     module, state = Root(), ModuleState()
     first, second = state.state_dict(module), state.state_dict(module)
