@@ -60,7 +60,7 @@ def by_module(module: torch.nn.Module, state: Mapping[str, Any], reader: Checkpo
         saved = tree.build()
         for name, (_, value) in live.items():
             if name.endswith("_extra_state"):
-                saved.setdefault(name, value)  # an empty container, of which DCP keeps nothing
+                saved.setdefault(name, value)  # an empty container, of which stock DCP keeps nothing
         fits = {name: tuple(value.shape) if isinstance(value, Tensor) else None for name, value in saved.items()}
         known = {
             name: None if is_lazy(value) or name.endswith("_extra_state") else value

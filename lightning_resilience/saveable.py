@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lightning_resilience.errors import SaveFailed
-from lightning_resilience.flat import PLAIN, FlatState
+from lightning_resilience.flat import PLAIN, FlatState, holds_parts
 
 
 def check_saveable(flat: FlatState) -> None:
@@ -40,7 +40,7 @@ def what_else(value: Any) -> str | None:
     if isinstance(value, DTensor):
         return what_else(value._local_tensor)
     if not isinstance(value, Tensor):
-        return None
+        return "an object with parts of sharded tensors in it" if holds_parts([value]) else None
     if isinstance(value, (UninitializedParameter, UninitializedBuffer)):
         return "a tensor without a shape yet"
     if value.is_nested:

@@ -658,16 +658,56 @@ class WithExtraAndHook(WithExtra):
 @pytest.mark.parametrize("kind", [WithExtra, WithExtraAndHook])
 @pytest.mark.parametrize(
     "value",
-    [torch.ones(3), b"bytes", {"n": 3, "deep": {"t": torch.ones(2)}}, [1, torch.ones(1)], 7, {}],
-    ids=["tensor", "bytes", "dict", "list", "int", "empty"],
+    [
+        torch.ones(3),
+        b"bytes",
+        {"n": 3, "deep": {"t": torch.ones(2)}},
+        [1, torch.ones(1)],
+        7,
+        {},
+        {7: torch.ones(2), (1, 2): {}},
+        {"t": torch.ones(1), "deep": {"empty": {}, "more": {True: 4, 1.5: torch.ones(1)}}, "list": [[], {}, [{}]]},
+    ],
+    ids=["tensor", "bytes", "dict", "list", "int", "empty", "other keys", "other keys below"],
 )
 def test_extra_state_of_any_kind_is_set_at_a_resume(tmp_path: Path, kind: type[WithExtra], value: Any) -> None:
-    if value == {} and kind is WithExtraAndHook:
-        pytest.skip("DCP keeps nothing of an empty container, and the hook gets to see what was kept")
     fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=kind(value))
     model = kind(torch.zeros(5) if isinstance(value, Tensor) else value)
     fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=model, ckpt_path="last")
     assert str(model.extra.restored) == str(value)
+
+
+class KeepsByNumber(torch.optim.SGD):
+    """Has keys in its state that are not texts, also beside its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for place, parameter in enumerate(group["params"]):
+                kept = self.state[parameter]
+                if place % 2:
+                    kept[0] = kept.get(0, torch.zeros(3)) + 1
+                kept["sums"] = {1: kept.get("sums", {1: 0})[1] + 1}
+                kept["none"] = {}
+        return loss
+
+
+def test_optimizer_state_with_other_keys_than_texts_comes_back_as_it_was(tmp_path: Path) -> None:
+    class Model(TinyModel):
+        def configure_optimizers(self) -> Any:
+            return KeepsByNumber(self.parameters(), lr=0.01, momentum=0.9)
+
+        def on_train_start(self) -> None:
+            self.began = copy.deepcopy([*self.trainer.optimizers[0].state.values()])
+
+        def on_train_end(self) -> None:
+            self.ended = copy.deepcopy([*self.trainer.optimizers[0].state.values()])
+
+    first, second = Model(), Model()
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 4), model=first)
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 4), model=second, ckpt_path="last", max_epochs=2)
+    assert first.ended[1][0].tolist() == [8.0] * 3
+    assert str(second.began) == str(first.ended)
 
 
 class Doubled(nn.Linear):
