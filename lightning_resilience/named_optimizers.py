@@ -70,10 +70,12 @@ def named_optimizer(module: torch.nn.Module, reader: CheckpointReader, index: in
     all_names = {canonical(name) for name, _ in module.named_parameters()}
 
     def allocate(path: tuple[str | int, ...], entry: TensorStorageMetadata) -> Tensor | None:
-        name = _name_at(path, in_order)
-        parameter = by_name.get(name) if name is not None else None
-        if parameter is None:
+        # Whether it is by name or by number is known once the groups are read: then it goes where it belongs.
+        name = str(path[1]) if len(path) > 1 and path[0] == "state" else ""
+        may_be = [by_name[one] for one in (name, _at(in_order, name)) if one in by_name]
+        if not may_be:
             return None if name in all_names else empty(entry)  # of a parameter that is not optimized any more
+        parameter = next((one for one in may_be if one.shape == entry.size), may_be[0])
         if parameter.shape == entry.size and len(entry.size):
             return torch.empty_like(parameter.detach(), dtype=entry.properties.dtype)
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -129,22 +131,27 @@ def _undo_casts(optimizer: Optimizer, saved: Mapping[Tensor, Any]) -> None:
                 live[key] = value.to(live[key].device)
 
 
-def _name_at(path: tuple[str | int, ...], in_order: Sequence[str]) -> str | None:
-    """The parameter that an entry at ``("state", parameter, …)`` belongs to."""
-    if len(path) < 2 or path[0] != "state":
-        return None
-    name = str(path[1])
-    return in_order[int(name)] if name.isdigit() and int(name) < len(in_order) else name
-
-
 def named_by_position(
     module: torch.nn.Module, saved: Mapping[str, Any], in_order: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Optimizer state by name also where it was saved by number (plain ``Optimizer.state_dict``)."""
     state = saved.get("state", {})
+    if not _is_numbered(saved):
+        return {str(name): value for name, value in state.items()}
     if not in_order:
         in_order = [canonical(name) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    return {(_name_at(("state", key), in_order) or str(key)): value for key, value in state.items()}
+    return {_at(in_order, str(number)) or str(number): value for number, value in state.items()}
+
+
+def _is_numbered(saved: Mapping[str, Any]) -> bool:
+    """Whether an optimizer's state is by number of parameter, as its groups are."""
+    of_groups = [name for group in saved.get("param_groups", ()) for name in group.get("params", ())]
+    return all(isinstance(name, int) for name in of_groups)
+
+
+def _at(in_order: Sequence[str], number: str) -> str | None:
+    """The name of the parameter that has a number."""
+    return in_order[int(number)] if number.isdecimal() and int(number) < len(in_order) else None
 
 
 def without_gaps(optimizer: Optimizer) -> dict[str, Any]:

@@ -778,6 +778,49 @@ def test_hook_that_edits_optimizer_states_is_obeyed(tmp_path: Path, edit: str, l
     assert model.found == (lr, 0 if edit == "reset" else 6)
 
 
+class NumberedNames(L.LightningModule):
+    """Its parameters are called 1, 0 and 2, which are not their places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.shapes = {"1": (8, 8), "0": (8, 8), "2": (8, 1)}
+        for name, shape in self.shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+        self.began: dict[str, Any] = {}
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return nn.functional.mse_loss(batch[0] @ getattr(self, "0") @ getattr(self, "1") @ getattr(self, "2"), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def moments(self) -> dict[str, Tensor]:
+        state = self.trainer.optimizers[0].state
+        return {name: state[getattr(self, name)]["exp_avg"].clone() for name in self.shapes}
+
+    def on_train_start(self) -> None:
+        self.began = self.moments() if self.global_step else {}
+
+    def on_train_end(self) -> None:
+        self.ended = self.moments()
+
+
+@pytest.mark.parametrize("saved", ["by name", "by number"])
+def test_parameters_that_are_called_like_numbers_get_their_own_moments(tmp_path: Path, saved: str) -> None:
+    first, second = NumberedNames(), NumberedNames()
+    if saved == "by name":
+        fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=first)
+        path = "last"
+    else:
+        stock = ModelCheckpoint(tmp_path / "run", every_n_train_steps=8)
+        fit(tmp_path, stock, model=first, plugins=[ResilientCheckpointIO()])
+        path = stock.best_model_path
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=second, ckpt_path=path, max_epochs=2)
+    assert second.began.keys() == first.ended.keys()
+    assert all(torch.equal(value, first.ended[name]) for name, value in second.began.items())
+
+
 def test_model_without_an_optimizer_is_saved_and_resumed(tmp_path: Path) -> None:
     class Untrained(TinyModel):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
