@@ -224,7 +224,7 @@ class PlainFamily:
         return by_module(self.module, self.module.state_dict(), reader, strict)
 
     def optimizer_part(self, reader: CheckpointReader, index: int, optimizer: Optimizer) -> Part:
-        return named_optimizer(self.module, reader, index, optimizer)
+        return named_optimizer(self.module, reader, index, optimizer, self._strategy.optimizers)
 
 
 class ModelParallelFamily(PlainFamily):

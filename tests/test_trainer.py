@@ -821,6 +821,61 @@ def test_parameters_that_are_called_like_numbers_get_their_own_moments(tmp_path:
     assert all(torch.equal(value, first.ended[name]) for name, value in second.began.items())
 
 
+class Halves(TinyModel):
+    """Optimizes its first layer with one, and its last with the other; the layer between with which it is told to."""
+
+    def __init__(self, names: tuple[str, ...] = ("01", "3"), frozen: str = "") -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.names = names
+        self.states: list[int] = []
+        for layer in frozen:
+            self.net[int(layer)].requires_grad_(False)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        optimizers: Any = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        self.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.Adam([p for layer in name for p in self.net[int(layer)].parameters()], lr=0.01)
+            for name in self.names
+        ]
+
+    def on_train_start(self) -> None:
+        self.states = [len(optimizer.state) for optimizer in self.trainer.optimizers]
+
+
+def test_optimizers_in_another_order_are_refused(tmp_path: Path) -> None:
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=Halves())
+    swapped = Halves(("3", "01"))
+    with pytest.raises(CheckpointIncompatible, match=r"optimizer 0 has the state of net\.0\.bias.*optimizer 1 has now"):
+        fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=swapped, ckpt_path="last", max_epochs=2)
+
+
+def test_parameter_that_went_to_another_optimizer_is_warned_of(tmp_path: Path) -> None:
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=Halves())
+    moved = Halves(("0", "31"))
+    with pytest.warns(UserWarning, match=r"state of net\.1\.bias, net\.1\.weight, which optimizer 1 has now: they "):
+        fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=moved, ckpt_path="last", max_epochs=2)
+    assert moved.states == [2, 2]
+
+
+@pytest.mark.parametrize(("names", "frozen"), [(("0", "3"), ""), (("0", "31"), "1"), (("01", "3"), "01")])
+def test_parameter_that_is_not_trained_any_more_is_not_spoken_of(
+    tmp_path: Path, names: tuple[str, ...], frozen: str
+) -> None:
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=Halves())
+    model = Halves(names, frozen)
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=model, ckpt_path="last", max_epochs=2)
+    assert model.states == [4 if names[0] == "01" else 2, 2]
+
+
 def test_model_without_an_optimizer_is_saved_and_resumed(tmp_path: Path) -> None:
     class Untrained(TinyModel):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
