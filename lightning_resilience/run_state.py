@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import xxhash
 
+from lightning_resilience.expanded import copy_into
 from lightning_resilience.names import canonical
 
 RankState = dict[str, Any]
@@ -98,7 +99,7 @@ def restore_buffers(module: torch.nn.Module, saved: Mapping[str, torch.Tensor]) 
     for name, buffer in module.named_buffers():
         value = saved.get(canonical(name))
         if value is not None and value.shape == buffer.shape:
-            buffer.copy_(value)
+            copy_into(name, buffer, value)
 
 
 def to_bytes(state: RankState) -> bytes:

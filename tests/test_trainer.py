@@ -970,6 +970,38 @@ def test_subclass_with_memory_of_its_own_is_saved_and_resumed(tmp_path: Path) ->
     assert [again.one.tolist(), again.other.tolist()] == [[2.0] * 3, [-2.0] * 3]
 
 
+class Expanded(TinyModel):
+    """Has buffers that are expanded views, of a value."""
+
+    def __init__(self, value: float, expand: bool = True) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.full((1, 5), value).expand(4, 5))
+        self.register_buffer("number", torch.tensor(value).expand(3) if expand else torch.arange(3.0))
+
+
+class ExpandedWithExtra(Expanded):
+    def __init__(self, value: float) -> None:
+        super().__init__(value)
+        self.extra = Extra({"n": 1})
+
+
+@pytest.mark.parametrize("kind", [Expanded, ExpandedWithExtra])
+@pytest.mark.parametrize("value", [2.0, float("nan")])
+def test_expanded_views_are_loaded(tmp_path: Path, kind: Any, value: float) -> None:
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=kind(value))
+    model = kind(0.0)
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=model, ckpt_path="last", max_epochs=2)
+    assert torch.equal(model.rows, torch.full((4, 5), value)) or (value != value and model.rows.isnan().all())
+    assert str(model.number.tolist()) == str([value] * 3)
+    assert [model.rows.stride(), model.number.stride()] == [(0, 1), (0,)]
+
+
+def test_expanded_view_of_several_values_is_refused(tmp_path: Path) -> None:
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=Expanded(1.0, expand=False))
+    with pytest.raises(CheckpointIncompatible, match=r"number is an expanded view.*\.clone\(\)"):
+        fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=Expanded(1.0), ckpt_path="last", max_epochs=2)
+
+
 # -- beside what is there ---------------------------------------------------------------------------------------------
 
 
