@@ -18,6 +18,7 @@ import xxhash
 
 from lightning_resilience.expanded import copy_into
 from lightning_resilience.names import canonical
+from lightning_resilience.saveable import what_else
 
 RankState = dict[str, Any]
 
@@ -90,7 +91,10 @@ def own_buffers(module: torch.nn.Module, saved: Container[str]) -> dict[str, tor
     return {
         name: buffer.detach().to("cpu", copy=True)
         for name, buffer in found.items()
-        if name in saved and type(buffer) is torch.Tensor and buffer.nbytes <= LARGEST_OWN_BUFFER
+        if name in saved
+        and type(buffer) is torch.Tensor
+        and what_else(buffer) is None
+        and buffer.nbytes <= LARGEST_OWN_BUFFER
     }
 
 

@@ -3,6 +3,7 @@ a checkpoint as rank 0 has it."""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from lightning_resilience import Keep
 from lightning_resilience.flat import FlatState
 from lightning_resilience.reader import CheckpointReader
 from lightning_resilience.strategies import PlainFamily
-from support import FEATURES, TinyModel, checkpoint_every, data, make_trainer, settle, strategy
+from support import FEATURES, TinyModel, checkpoint_every, committed, data, make_trainer, settle, strategy
 
 LARGE = (2000, 16)
 
@@ -151,3 +152,27 @@ def test_frozen_parameter_is_equal_as_long_as_it_is_left_alone() -> None:
     assert family.identical(flat) is answer
     module.trained.requires_grad_(False)
     assert identical() == left_alone - {"model.one.weight"}
+
+
+class SparseForAWhile(TinyModel):
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_step == 3:
+            self.register_buffer("sparse", torch.eye(3).to_sparse())
+        elif self.global_step == 5:
+            del self.sparse
+
+
+def train_with_a_sparse_buffer(folder: Path) -> int:
+    saver = checkpoint_every(folder / "run", 2, keep=Keep(last=-1))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*(broadcast_buffers|sparse is a torch.sparse_coo tensor, which cannot)")
+        # DDP cannot broadcast it.
+        ddp = DDPStrategy(process_group_backend="gloo", broadcast_buffers=False)
+        trainer = make_trainer(folder, settle(), saver, max_steps=6, strategy=ddp, devices=2)
+        trainer.fit(SparseForAWhile(), data(64))
+    return trainer.global_step
+
+
+def test_buffer_that_cannot_be_saved_in_mid_run_stops_no_rank(tmp_path: Path) -> None:
+    assert run_forks(train_with_a_sparse_buffer, tmp_path, world_size=2) == [6, 6]
+    assert [manifest.step for manifest in committed(tmp_path / "run")] == [2, 6]
