@@ -4,21 +4,20 @@ itself."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from operator import attrgetter
 from typing import Any
 
-import torch
 from lightning.pytorch import Trainer
 
 from lightning_resilience import logged, run_state, trainer_state
 from lightning_resilience.data import DataPosition
 from lightning_resilience.doorway import Doorway
 from lightning_resilience.errors import SaveFailed
-from lightning_resilience.flat import PLAIN
+from lightning_resilience.flat import FlatState
 from lightning_resilience.manifest import WEIGHTS_ONLY
 from lightning_resilience.named_optimizers import raw_optimizer
 from lightning_resilience.names import canonical
 from lightning_resilience.ranks import Ranks
+from lightning_resilience.saveable import check_saveable
 from lightning_resilience.saves import Facts, Snapshot
 from lightning_resilience.strategies import Family
 
@@ -67,7 +66,8 @@ class Capture:
         meta: bytes | Exception = b""
         if self._ranks.rank == 0:
             meta = self._serialised(lambda: self._dump(rest))
-        _check_saveable(state)
+        if not self._has_saved:
+            check_saveable(FlatState.of(state))  # later on it costs that save; see ``planning``
         family = self._family
         own = self._serialised(lambda: run_state.to_bytes(self._of_this_rank(state, settled)))
         self._has_saved = True
@@ -155,18 +155,3 @@ class Capture:
         if not self._has_saved:
             raise failure
         return failure
-
-
-def _check_saveable(state: Mapping[str, Any]) -> None:
-    """Stop at the first save where a tensor has no plain memory to copy."""
-    for part in state.values():
-        plain = [value for value in part.values() if type(value) in PLAIN]
-        if set(map(attrgetter("layout"), plain)) <= {torch.strided} and not any(map(attrgetter("is_quantized"), plain)):
-            continue
-        for name, value in part.items():
-            if type(value) in PLAIN and (value.layout != torch.strided or value.is_quantized):
-                raise SaveFailed(
-                    f"{name} is a {'quantized' if value.is_quantized else value.layout} tensor, which cannot be saved.",
-                    stage="plan",
-                    hint="Keep it out of the state dict (persistent=False), or convert it in on_save_checkpoint.",
-                )

@@ -13,13 +13,16 @@ What flattening finds out is the same save after save, so it is kept as an *outl
 kinds of values they lead to.  A state is compared with it level by level, by a few calls that each run over all names
 of a level, and not name by name: with many small tensors Python would take longer for that than the copy.  All that is
 asked of tensors is asked in the same way, and of every one of them in every save.
+
+A key is a text, and nothing is left of a container with nothing in it.  So a mapping inside a value is a container only
+where it comes back from that as it was, and otherwise an object like any other; lists without tensors are, too.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, compress
@@ -32,6 +35,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 
+from lightning_resilience.errors import SaveFailed
 from lightning_resilience.memo import Memo
 
 # FSDP1 hands out ShardedTensors, and torch says at each touch that it would rather not; its users cannot change that.
@@ -53,6 +57,8 @@ class _Level:
 
     Attributes:
         lists: where there are lists, and whether those are containers, which depends on what is in them.
+        whole: where there are mappings that are none, for the same reason, and whether there is anything in them.
+            Those that are have their names compared.
         inner: for each value, whether it is a container.
         leaves: whether it is not.
     """
@@ -61,18 +67,19 @@ class _Level:
     names: list[Any]
     kinds: list[type]
     lists: list[tuple[int, bool]]
+    whole: list[tuple[int, bool]]
     inner: list[bool]
     leaves: list[bool]
 
     @classmethod
-    def of(cls, containers: Sequence[Mapping[Any, Any]]) -> _Level:
+    def of(cls, containers: Sequence[Mapping[Any, Any]], inner: list[bool]) -> _Level:
         values = _values(containers)
-        lists = [(place, _has_tensors(value)) for place, value in enumerate(values) if isinstance(value, list)]
-        inner = [isinstance(value, Mapping) for value in values]
-        for place, is_container in lists:
-            inner[place] = is_container
+        lists = [(place, inner[place]) for place, value in enumerate(values) if isinstance(value, list)]
+        leaves = list(map(not_, inner))
+        maybe = ((place, values[place]) for place in compress(range(len(values)), leaves))
+        whole = [(place, bool(value)) for place, value in maybe if isinstance(value, Mapping)]
         names, kinds = list(chain.from_iterable(containers)), list(map(type, values))
-        return cls(list(map(len, containers)), names, kinds, lists, inner, list(map(not_, inner)))
+        return cls(list(map(len, containers)), names, kinds, lists, whole, inner, leaves)
 
     def open(self, containers: Sequence[Mapping[Any, Any]]) -> list[Any] | None:
         """The values, lists that are containers as mappings; None where the containers are others."""
@@ -86,6 +93,9 @@ class _Level:
                 return None
             if is_container:
                 values[place] = dict(enumerate(values[place]))
+        for place, has_any in self.whole:
+            if bool(values[place]) is not has_any or _comes_back(values[place], self.names[place]):
+                return None
         return values
 
 
@@ -99,6 +109,36 @@ def _has_tensors(values: list[Any]) -> bool:
         return True
     return any(issubclass(kind, list) for kind in kinds) and any(
         isinstance(value, list) and _has_tensors(value) for value in values
+    )
+
+
+def _comes_back(mapping: Mapping[Any, Any], name: Any) -> bool:
+    """Whether a mapping inside a value, of a name, is the same again when it is made of its keys and values.
+
+    Raises:
+        SaveFailed: it is not, and neither can it be kept as an object.
+    """
+    if set(map(type, mapping)) == {str}:
+        return True
+    if holds_parts(mapping.values()):
+        raise SaveFailed(
+            f"{name} has parts of sharded tensors in it, and keys that are not texts: it cannot be saved.",
+            stage="plan",
+            hint="Use texts as its keys.",
+        )
+    return False
+
+
+def holds_parts(values: Collection[Any]) -> bool:
+    """Whether this rank's part of a sharded tensor is somewhere among values and what is in them."""
+    kinds = set(map(type, values))
+    if any(issubclass(kind, (DTensor, ShardedTensor)) for kind in kinds):
+        return True
+    inner = tuple(kind for kind in kinds if issubclass(kind, (Mapping, list, tuple, set, frozenset)))
+    return bool(inner) and any(
+        holds_parts(value.values() if isinstance(value, Mapping) else value)
+        for value in values
+        if isinstance(value, inner)
     )
 
 
@@ -147,17 +187,18 @@ class Outline:
         """Where each key is among them."""
         return {key: place for place, key in enumerate(self.keys)}
 
-    def learn(self, state: State, leaves: Iterable[tuple[int, int]]) -> None:
+    def learn(self, state: State, leaves: Iterable[tuple[int, int]], inner: Iterable[list[bool]]) -> None:
         """Find the values of states like this one, from now on.
 
         Args:
             state: the state that this is the outline of.
             leaves: for each key, the level of its value, and which of the values there that are no containers it is.
+            inner: for each level, which of the values there are containers.
         """
         containers: list[Any] = [state]
         begins = [0]
-        while containers:
-            level = _Level.of(containers)
+        for of_level in inner:
+            level = _Level.of(containers, of_level)
             values = level.open(containers)
             assert values is not None
             containers = list(compress(values, level.inner))
@@ -198,10 +239,15 @@ class FlatState:
         walk = _Walk()
         if walk.add(state.items(), "", ()):
             outline = Outline(walk.paths, walk.values)
-            outline.learn(state, walk.leaves)
+            outline.learn(state, walk.leaves, walk.inner)
             return cls(outline, walk.values)
         planner = DefaultSavePlanner()
-        planner.set_up_planner(dict(state))
+        try:
+            planner.set_up_planner(dict(state))
+        except ValueError as error:
+            raise SaveFailed(
+                f"Two values have one name in the state: {error}.", stage="plan", hint="Rename one of them."
+            ) from error
         paths = {key: planner.mappings[key] for key in planner.state_dict}
         return cls(Outline(paths, planner.state_dict.values()), list(planner.state_dict.values()))
 
@@ -242,9 +288,10 @@ class FlatState:
     def _same_memory(self) -> list[tuple[str, str]]:
         """Keys of one and the same memory, with the first key that has it."""
         addresses = self.addresses
-        if self.outline.all_differ.get((addresses,), lambda: len(set(addresses)) == len(addresses)):
+        if self.outline.all_differ.get((addresses,), lambda: _all_differ(addresses)):
             return []
         times = Counter(addresses)
+        times[0] = 0  # no memory is not the same memory
         several = [times[address] > 1 for address in addresses]
         first_seen: dict[tuple[Any, ...], str] = {}
         named = zip(compress(self.outline.tensor_keys, several), compress(self.tensors, several), strict=True)
@@ -275,31 +322,50 @@ class _Walk:
         self.paths: dict[str, Path] = {}
         self.values: list[Any] = []
         self.leaves: list[tuple[int, int]] = []
+        self.inner: list[list[bool]] = []
         self._leaves_at: Counter[int] = Counter()
 
     def add(self, items: Iterable[tuple[Any, Any]], prefix: str, path: Path) -> bool:
         """Flatten as DCP does, in a fraction of its time; False where it is better left to DCP."""
+        depth = len(path)
+        if depth == len(self.inner):
+            self.inner.append([])
         for name, value in items:
             key = f"{prefix}{name}"
             here = (*path, name)
             if type(value) not in PLAIN:
-                if isinstance(value, ShardedTensor):
+                if isinstance(value, ShardedTensor) and _is_nested(value):
                     return False
-                if isinstance(value, Mapping):
+                if isinstance(value, Mapping) and (_is_part(here, value) or _comes_back(value, key)):
+                    self.inner[depth].append(True)
                     if not self.add(((str(k), v) for k, v in value.items()), f"{key}.", here):
                         return False
                     continue
                 if isinstance(value, list) and _has_tensors(value):
+                    self.inner[depth].append(True)
                     if not self.add(enumerate(value), f"{key}.", here):
                         return False
                     continue
             if key in self.paths:
                 return False
+            self.inner[depth].append(False)
             self.paths[key] = here
             self.values.append(value)
-            self.leaves.append((len(path), self._leaves_at[len(path)]))
-            self._leaves_at[len(path)] += 1
+            self.leaves.append((depth, self._leaves_at[depth]))
+            self._leaves_at[depth] += 1
         return True
+
+
+def _is_part(path: Path, mapping: Mapping[Any, Any]) -> bool:
+    """Whether a mapping is part of how a state is built, rather than something inside a value: the model's state, an
+    optimizer's, that of all its parameters, and that of one of them where there is none."""
+    if not str(path[0]).startswith("optimizer_"):
+        return len(path) == 1
+    return len(path) == 1 or (path[1] == "state" and (len(path) == 2 or (len(path) == 3 and not mapping)))
+
+
+def _is_nested(value: ShardedTensor) -> bool:
+    return any(isinstance(shard.tensor, ShardedTensor) for shard in value.local_shards())
 
 
 def addresses_of(tensors: Sequence[Tensor]) -> list[int]:
@@ -307,6 +373,12 @@ def addresses_of(tensors: Sequence[Tensor]) -> list[int]:
     if any(issubclass(kind, DTensor) for kind in set(map(type, tensors))):
         tensors = [value._local_tensor if isinstance(value, DTensor) else value for value in tensors]
     return list(map(Tensor.data_ptr, tensors))
+
+
+def _all_differ(addresses: Sequence[int]) -> bool:
+    """Whether no two tensors begin at one address; where it is 0 they have no memory at all."""
+    without = addresses.count(0)
+    return len(set(addresses)) == len(addresses) - max(without - 1, 0)
 
 
 def _is_kept(path: Path) -> bool:
@@ -338,6 +410,6 @@ def _storage_of(key: str, value: Any) -> tuple[Any, ...]:
     if isinstance(value, ShardedTensor) or not isinstance(value, Tensor):
         return (None, key)
     local = value.to_local() if isinstance(value, DTensor) else value
-    if local.numel() == 0 or value.dim() == 0:
+    if local.numel() == 0 or value.dim() == 0 or (address := local.data_ptr()) == 0:
         return (None, key)
-    return (local.data_ptr(), local.dtype, local.shape, local.stride(), local.device, key.partition(".")[0])
+    return (address, local.dtype, local.shape, local.stride(), local.device, key.partition(".")[0])

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lightning_resilience.errors import CheckpointIncompatible
+from lightning_resilience.expanded import contiguous, copy_into, is_expanded
 from lightning_resilience.names import canonical
 from lightning_resilience.reader import CheckpointReader, Part, empty
 
@@ -24,7 +25,7 @@ def in_place(state: Mapping[str, Any], reader: CheckpointReader, strict: bool) -
     """The model's tensors, on their way into those of ``state``.
 
     Raises:
-        CheckpointIncompatible: names or shapes do not fit, with both sides listed.
+        CheckpointIncompatible: names or shapes do not fit, with both sides listed; values do not, on installing.
     """
     wanted = {canonical(name): value for name, value in state.items()}
     saved = reader.shapes("model")
@@ -34,7 +35,14 @@ def in_place(state: Mapping[str, Any], reader: CheckpointReader, strict: bool) -
         for name, value in wanted.items()
         if saved.get(name) is not None and isinstance(value, Tensor)
     }
-    return Part([reader.request(targets)])
+    views = {key: value for key, value in targets.items() if is_expanded(value)}
+    values = {key: torch.empty(view.shape, dtype=view.dtype, device=view.device) for key, view in views.items()}
+
+    def install() -> None:
+        for key, view in views.items():
+            copy_into(key.removeprefix("model."), view, values[key])
+
+    return Part([reader.request(targets | values)], install)
 
 
 def by_module(module: torch.nn.Module, state: Mapping[str, Any], reader: CheckpointReader, strict: bool) -> Part:
@@ -60,14 +68,15 @@ def by_module(module: torch.nn.Module, state: Mapping[str, Any], reader: Checkpo
         saved = tree.build()
         for name, (_, value) in live.items():
             if name.endswith("_extra_state"):
-                saved.setdefault(name, value)  # an empty container, of which DCP keeps nothing
+                saved.setdefault(name, value)  # an empty container, of which stock DCP keeps nothing
         fits = {name: tuple(value.shape) if isinstance(value, Tensor) else None for name, value in saved.items()}
         known = {
             name: None if is_lazy(value) or name.endswith("_extra_state") else value
             for name, (_, value) in live.items()
         }
         check_fit(known, fits, strict)
-        module.load_state_dict({live[n][0] if n in live else n: value for n, value in saved.items()}, strict=strict)
+        with contiguous(module, {name for name, value in state.items() if not is_lazy(value)}):
+            module.load_state_dict({live[n][0] if n in live else n: value for n, value in saved.items()}, strict=strict)
 
     return Part([tree.request], install)
 

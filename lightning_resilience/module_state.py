@@ -8,6 +8,7 @@ parts and the memory of its tensors, which mostly are those of the save before: 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection, Mapping
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 from lightning_resilience.flat import PLAIN
+from lightning_resilience.saveable import what_else
 
 METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 """Of a module, that make its state."""
@@ -54,10 +56,14 @@ class ModuleState:
 
     Attributes:
         parameters: the names of all parameters when it was last asked for, each parameter under all its names.
+        trainable: whether each of them was.
+        versions: how often torch had counted each to be changed; None where it does not count.
     """
 
     def __init__(self) -> None:
         self.parameters: list[str] = []
+        self.trainable: list[bool] = []
+        self.versions: list[int | None] = []
         self._known: _Known | None = None
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
@@ -65,13 +71,35 @@ class ModuleState:
         walk = _Walk()
         known, self._known = self._known, None
         if not walk.go(module, "") or not walk.is_plain:
-            self.parameters = list(parameters(module))
+            self._note(parameters(module))
             return module.state_dict()
+        self._note(walk.parameters)
         if known is None or not known.holds(walk):
             known = None  # it keeps memory that the model may have no more
+            if not all(map(_is_comparable, walk.tensors)):
+                return module.state_dict()
             known = _Known(walk, module.state_dict())
-        self._known, self.parameters = known, walk.parameters
+        self._known = known
         return known.copy()
+
+    def _note(self, found: Mapping[str, Parameter]) -> None:
+        """Keep what is asked of parameters, but not those."""
+        self.parameters = list(found)
+        self.trainable = list(map(attrgetter("requires_grad"), found.values()))
+        self.versions = versions_of(found.values())
+
+
+def versions_of(tensors: Collection[Tensor]) -> list[int | None]:
+    """How often torch has counted each tensor to be changed; None where it does not count."""
+    try:
+        return list(map(attrgetter("_version"), tensors))
+    except RuntimeError:
+        return [None if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def _is_comparable(tensor: Tensor) -> bool:
+    """Whether it can be told later if it is as it was."""
+    return what_else(tensor) is None and not tensor.is_inference()
 
 
 class _Walk:
@@ -82,7 +110,7 @@ class _Walk:
         prefixes: of the names in each of them.
         names: of the tensors that are saved.
         tensors: those.
-        parameters: the names of parameters among them.
+        parameters: those of them that are parameters, by name.
     """
 
     def __init__(self) -> None:
@@ -90,7 +118,7 @@ class _Walk:
         self.prefixes: list[str] = []
         self.names: list[str] = []
         self.tensors: list[Tensor] = []
-        self.parameters: list[str] = []
+        self.parameters: dict[str, Parameter] = {}
 
     def go(self, module: nn.Module, prefix: str) -> bool:
         """Walk on from a module; False where the state of one is not for torch alone to say."""
@@ -101,8 +129,8 @@ class _Walk:
         self.prefixes.append(prefix)
         for name, value in own["_parameters"].items():
             if value is not None:
+                self.parameters[prefix + name] = value
                 self.names.append(prefix + name)
-                self.parameters.append(prefix + name)
                 self.tensors.append(value)
         for name, value in own["_buffers"].items():
             if value is not None and name not in own["_non_persistent_buffers_set"]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
@@ -56,11 +57,21 @@ def named_optimizer_state(module: torch.nn.Module, optimizer: Any) -> dict[str, 
     }
 
 
-def named_optimizer(module: torch.nn.Module, reader: CheckpointReader, index: int, optimizer: Any) -> Part:
+def named_optimizer(
+    module: torch.nn.Module, reader: CheckpointReader, index: int, optimizer: Any, all_optimizers: Sequence[Any] = ()
+) -> Part:
     """Undoes ``named_optimizer_state``: tensors are read straight to the device and placement of their parameter.
 
+    Args:
+        module: the model.
+        reader: of the checkpoint.
+        index: which of the checkpoint's optimizers it is.
+        optimizer: the optimizer.
+        all_optimizers: it and those beside it.
+
     Raises:
-        CheckpointIncompatible: the optimizer has other parameter groups; on installing.
+        CheckpointIncompatible: the optimizer has other parameter groups, or another one has its parameters; on
+            installing.
     """
     optimizer = raw_optimizer(optimizer)
     names = parameter_names(module, optimizer)
@@ -68,12 +79,18 @@ def named_optimizer(module: torch.nn.Module, reader: CheckpointReader, index: in
     in_order = list(names.values())
 
     all_names = {canonical(name) for name, _ in module.named_parameters()}
+    left_out: set[str] = set()
 
     def allocate(path: tuple[str | int, ...], entry: TensorStorageMetadata) -> Tensor | None:
-        name = _name_at(path, in_order)
-        parameter = by_name.get(name) if name is not None else None
-        if parameter is None:
-            return None if name in all_names else empty(entry)  # of a parameter that is not optimized any more
+        # Whether it is by name or by number is known once the groups are read: then it goes where it belongs.
+        name = str(path[1]) if len(path) > 1 and path[0] == "state" else ""
+        may_be = [by_name[one] for one in (name, _at(in_order, name)) if one in by_name]
+        if not may_be and name in all_names:  # of a parameter that this one does not optimize any more
+            left_out.add(name)
+            return None
+        if not may_be:
+            return empty(entry)
+        parameter = next((one for one in may_be if one.shape == entry.size), may_be[0])
         if parameter.shape == entry.size and len(entry.size):
             return torch.empty_like(parameter.detach(), dtype=entry.properties.dtype)
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -92,6 +109,7 @@ def named_optimizer(module: torch.nn.Module, reader: CheckpointReader, index: in
                 hint="Configure the optimizer as it was when the checkpoint was saved.",
             )
         numbers = {name: number for number, name in enumerate(in_order)}
+        _check_owners(module, reader, index, saved["state"].keys() | left_out, numbers, all_optimizers)
         unknown = saved["state"].keys() - numbers.keys() - all_names
         state: dict[Any, Any] = {numbers[n]: value for n, value in saved["state"].items() if n in numbers}
         state |= {name: value for name, value in saved["state"].items() if name in unknown}
@@ -104,6 +122,51 @@ def named_optimizer(module: torch.nn.Module, reader: CheckpointReader, index: in
         _undo_casts(optimizer, {by_name[name]: value for name, value in saved["state"].items() if name in by_name})
 
     return Part([tree.request], install)
+
+
+def _check_owners(
+    module: torch.nn.Module,
+    reader: CheckpointReader,
+    index: int,
+    saved: Set[str],
+    own: Collection[str],
+    all_optimizers: Sequence[Any],
+) -> None:
+    """Tell of state of parameters that another optimizer has now, where they begin without it.
+
+    Args:
+        module: the model.
+        reader: of the checkpoint.
+        index: which optimizer it is.
+        saved: the names of parameters that the checkpoint has state of.
+        own: the names of those that it optimizes.
+        all_optimizers: it and those beside it.
+
+    Raises:
+        CheckpointIncompatible: nothing that was saved is of its own: they are others, or in another order.
+    """
+    for number, other in enumerate(all_optimizers):
+        theirs = parameter_names(module, raw_optimizer(other)) if number != index else {}
+        trained = {name for parameter, name in theirs.items() if parameter.requires_grad}
+        moved = sorted(trained & saved - set(own))
+        if moved:
+            also = {
+                path[2]
+                for path in reader.paths.values()
+                if path[:2] == (f"optimizer_{number}", "state") and len(path) > 2
+            }
+            moved = [name for name in moved if name not in also]
+        if not moved:
+            continue
+        names = ", ".join(moved[:4]) + (f" and {len(moved) - 4} more" if len(moved) > 4 else "")
+        what = f"The checkpoint's optimizer {index} has the state of {names}, which optimizer {number} has now"
+        if saved.isdisjoint(own):
+            raise CheckpointIncompatible(
+                f"{what}: it would be lost.",
+                hint="Configure the optimizers in the order in which they were, or set restore_optimizers=False to go"
+                " on with new ones.",
+            )
+        rank_zero_warn(f"{what}: they begin with none.")
 
 
 def _check_options(optimizer: Optimizer, index: int) -> None:
@@ -129,22 +192,27 @@ def _undo_casts(optimizer: Optimizer, saved: Mapping[Tensor, Any]) -> None:
                 live[key] = value.to(live[key].device)
 
 
-def _name_at(path: tuple[str | int, ...], in_order: Sequence[str]) -> str | None:
-    """The parameter that an entry at ``("state", parameter, …)`` belongs to."""
-    if len(path) < 2 or path[0] != "state":
-        return None
-    name = str(path[1])
-    return in_order[int(name)] if name.isdigit() and int(name) < len(in_order) else name
-
-
 def named_by_position(
     module: torch.nn.Module, saved: Mapping[str, Any], in_order: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Optimizer state by name also where it was saved by number (plain ``Optimizer.state_dict``)."""
     state = saved.get("state", {})
+    if not _is_numbered(saved):
+        return {str(name): value for name, value in state.items()}
     if not in_order:
         in_order = [canonical(name) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    return {(_name_at(("state", key), in_order) or str(key)): value for key, value in state.items()}
+    return {_at(in_order, str(number)) or str(number): value for number, value in state.items()}
+
+
+def _is_numbered(saved: Mapping[str, Any]) -> bool:
+    """Whether an optimizer's state is by number of parameter, as its groups are."""
+    of_groups = [name for group in saved.get("param_groups", ()) for name in group.get("params", ())]
+    return all(isinstance(name, int) for name in of_groups)
+
+
+def _at(in_order: Sequence[str], number: str) -> str | None:
+    """The name of the parameter that has a number."""
+    return in_order[int(number)] if number.isdecimal() and int(number) < len(in_order) else None
 
 
 def without_gaps(optimizer: Optimizer) -> dict[str, Any]:

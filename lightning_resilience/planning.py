@@ -23,6 +23,7 @@ from lightning_resilience.flat import FlatState, Outline, State
 from lightning_resilience.inventory import LocalPlan, Share, heard, pieces_of, plan_locally, tell
 from lightning_resilience.ranks import Ranks, attempt, raise_first
 from lightning_resilience.record import metadata_bytes
+from lightning_resilience.saveable import check_saveable
 from lightning_resilience.shards import Layout, lay_out
 from lightning_resilience.sharing import GlobalPlan, share_out
 from lightning_resilience.slots import Slot, SlotMemory, dump_objects
@@ -96,13 +97,21 @@ class Planner:
         Args:
             state: nested tensors and objects; this rank's part.
             identical: gives the keys of plain tensors that all ranks hold bit for bit.
+
+        Raises:
+            SaveFailed: there is something in it that cannot be saved.
         """
         flat = FlatState.of(state, self._outline)
         self._outline = flat.outline
-        alike = frozenset(identical(flat))
-        fingerprint = (flat.fingerprint(), alike)
+        try:
+            alike = frozenset(identical(flat))
+            fingerprint = (flat.fingerprint(), alike)
+        except Exception:
+            check_saveable(flat)  # says it in clearer words, if that is why
+            raise
         plan = self.plan
         if plan is None or plan.fingerprint != fingerprint:
+            check_saveable(flat)
             return Prepared(flat, alike, fingerprint, None)
         return Prepared(flat, alike, fingerprint, dump_objects(plan.layout, flat))
 

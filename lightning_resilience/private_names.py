@@ -34,6 +34,7 @@ PRIVATE_NAMES = (
     "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop.on_run_start",
     "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop.reset",
     "lightning.pytorch.plugins.precision.precision:Precision._after_closure",
+    "lightning.pytorch.strategies:DDPStrategy.__init__._model_averager",
     "lightning.pytorch.trainer.connectors.accelerator_connector:_AcceleratorConnector.__init__.cluster_environment",
     "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.__init__._loaded_checkpoint",
     "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.dump_checkpoint",

@@ -17,7 +17,9 @@ import torch
 import xxhash
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_resilience.expanded import copy_into
 from lightning_resilience.names import canonical
+from lightning_resilience.saveable import what_else
 
 RankState = dict[str, Any]
 
@@ -121,7 +123,10 @@ def own_buffers(module: torch.nn.Module, saved: Container[str]) -> dict[str, tor
     return {
         name: buffer.detach().to("cpu", copy=True)
         for name, buffer in found.items()
-        if name in saved and type(buffer) is torch.Tensor and buffer.nbytes <= LARGEST_OWN_BUFFER
+        if name in saved
+        and type(buffer) is torch.Tensor
+        and what_else(buffer) is None
+        and buffer.nbytes <= LARGEST_OWN_BUFFER
     }
 
 
@@ -130,7 +135,7 @@ def restore_buffers(module: torch.nn.Module, saved: Mapping[str, torch.Tensor]) 
     for name, buffer in module.named_buffers():
         value = saved.get(canonical(name))
         if value is not None and value.shape == buffer.shape:
-            buffer.copy_(value)
+            copy_into(name, buffer, value)
 
 
 def to_bytes(state: RankState) -> bytes:

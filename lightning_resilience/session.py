@@ -192,6 +192,7 @@ class Session:
 
     def _before_first_batch(self) -> None:
         self._doorway.resume_batches()
+        self.family.begin()
         if self.resumption.exact_data:
             self.data.begun()
 

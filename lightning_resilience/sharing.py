@@ -131,7 +131,7 @@ class _Kinds:
         form: equal for tensors of the same dtype and size.
         itemsize: bytes of an element; 0 of objects.
         is_one_number: whether the whole tensor has one element.
-        is_replicated: whether ranks that hold the same box of it hold the same values.
+        is_replicated: whether ranks that hold the same box of it hold the same values, as all of them say.
         is_empty: whether the whole tensor has no elements.
         is_left_out: whether it is stored under another key.
     """
@@ -139,9 +139,9 @@ class _Kinds:
     def __init__(self, inventories: Sequence[Inventory], tied: Collection[str]) -> None:
         kinds = [kind for inventory in inventories for kind in inventory.kinds]
         counts = [len(inventory.kinds) for inventory in inventories]
-        identical = itertools.chain.from_iterable(
-            (kind.key in inventory.identical for kind in inventory.kinds) for inventory in inventories
-        )
+        differing = {
+            kind.key for inventory in inventories for kind in inventory.kinds if kind.key not in inventory.identical
+        }
         numel = [None if kind.size is None else math.prod(kind.size) for kind in kinds]
         tensors: dict[Any, int] = {}
         forms: dict[Any, int] = {}
@@ -153,7 +153,7 @@ class _Kinds:
         self.is_one_number = _column(n == 1 for n in numel).astype(bool)
         self.is_empty = _column(n == 0 for n in numel).astype(bool)
         self.is_replicated = _column(
-            k.type == WriteItemType.SHARD or same for k, same in zip(kinds, identical, strict=True)
+            kind.type == WriteItemType.SHARD or kind.key not in differing for kind in kinds
         ).astype(bool)
         self.is_left_out = _column(k.key in tied for k in kinds).astype(bool)
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import compress
-from operator import is_
+from operator import attrgetter, is_, ne, not_
 from typing import Any, Protocol
 
 import torch
@@ -35,7 +35,7 @@ from lightning_resilience.errors import SetupError
 from lightning_resilience.flat import FlatState, addresses_of
 from lightning_resilience.memo import Memo
 from lightning_resilience.model_loading import by_module, in_place, loads_plainly
-from lightning_resilience.module_state import ModuleState
+from lightning_resilience.module_state import ModuleState, parameters, versions_of
 from lightning_resilience.named_optimizers import (
     named_by_position,
     named_optimizer,
@@ -69,6 +69,9 @@ class Family(Protocol):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's part of an optimizer's state: ``{"state": {parameter name: {…}}, "param_groups": […]}``."""
 
+    def begin(self) -> None:
+        """Training begins: what is frozen is the same on all ranks now, whatever becomes of it."""
+
     def identical(self, flat: FlatState) -> frozenset[str]:
         """Keys of plain tensors that all ranks hold bit for bit."""
 
@@ -97,6 +100,40 @@ class Family(Protocol):
         """
 
 
+class _Equal:
+    """Which parameters are equal on all ranks of DDP.
+
+    Args:
+        names: of all parameters.
+        trainable: whether each is.
+        ignored: names of those that DDP leaves to the user.
+        begun: by name, whether a parameter was trainable when training began, and its version then.
+
+    Attributes:
+        kept: names of those that DDP keeps equal: it gathers the gradients of what was trainable when it began.
+        loose: names of the others.
+        is_loose: for each name whether it is one of them.
+        versions: of those, while they are equal; such as they never have where they are not.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        trainable: Sequence[bool],
+        ignored: Collection[str],
+        begun: Mapping[str, tuple[bool, int | None]],
+    ) -> None:
+        is_kept = [
+            is_trainable and name not in ignored and begun.get(name, (False, None))[0]
+            for name, is_trainable in zip(names, trainable, strict=True)
+        ]
+        self.is_loose = list(map(not_, is_kept))
+        self.kept = list(compress(names, is_kept))
+        self.loose = list(compress(names, self.is_loose))
+        versions = [None if name in ignored else begun.get(name, (False, None))[1] for name in self.loose]
+        self.versions = [-1 if version is None else version for version in versions]
+
+
 class PlainFamily:
     """Single device and DDP: every rank has all of the state."""
 
@@ -106,6 +143,8 @@ class PlainFamily:
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._model = ModuleState()
+        self._begun: dict[str, tuple[bool, int | None]] = {}
+        self._equal: Memo[_Equal] = Memo()
         self._identical: Memo[frozenset[str]] = Memo()
         self._still: Memo[frozenset[str]] = Memo()
 
@@ -121,13 +160,37 @@ class PlainFamily:
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return named_optimizer_state(self.module, optimizer)
 
+    def begin(self) -> None:
+        found = parameters(self.module)
+        trainable = map(attrgetter("requires_grad"), found.values())
+        self._begun = dict(zip(found, zip(trainable, versions_of(found.values()), strict=True), strict=True))
+
     def identical(self, flat: FlatState) -> frozenset[str]:
-        """Parameters and moments, which DDP keeps equal; not buffers, of which rank 0's are the ones it broadcasts."""
-        names = self._model.parameters
-        return self._identical.get(
-            (flat.outline, names),
-            lambda: frozenset([f"{self.prefix}.{name}" for name in names] + [key for key, _ in _moments(flat)]),
+        """What DDP keeps equal, and those moments; not buffers, of which rank 0's are the ones it broadcasts.
+
+        It takes care of trainable parameters alone.  Frozen ones are equal as long as nobody has changed them.
+        """
+        model, strategy = self._model, self._strategy
+        names = model.parameters
+        if not isinstance(strategy, DDPStrategy):
+            return self._identical.get((flat.outline, names), lambda: self._keys(flat, names, names))
+        if strategy._model_averager is not None:
+            return frozenset()  # ranks go their own ways between two averages
+        ignored = frozenset(getattr(strategy.model, "parameters_to_ignore", ()))
+        equal = self._equal.get(
+            (names, model.trainable, ignored), lambda: _Equal(names, model.trainable, ignored, self._begun)
         )
+        changed = list(map(ne, compress(model.versions, equal.is_loose), equal.versions))
+        return self._identical.get(
+            (flat.outline, equal, changed),
+            lambda: self._keys(flat, [*equal.kept, *compress(equal.loose, map(not_, changed))], equal.kept),
+        )
+
+    def _keys(self, flat: FlatState, names: Iterable[str], stepped: Iterable[str]) -> frozenset[str]:
+        """Those of parameters, and of the moments of those that are ``stepped``."""
+        owners = set(map(canonical, stepped))
+        moments = (key for key, _ in _moments(flat) if flat.outline.paths[key][2] in owners)
+        return frozenset([*(f"{self.prefix}.{name}" for name in names), *moments])
 
     def still(self, flat: FlatState) -> frozenset[str]:
         """The trainable parameters that optimizers own, and what those keep of them.
@@ -164,7 +227,7 @@ class PlainFamily:
         return by_module(self.module, self.module.state_dict(), reader, strict)
 
     def optimizer_part(self, reader: CheckpointReader, index: int, optimizer: Optimizer) -> Part:
-        return named_optimizer(self.module, reader, index, optimizer)
+        return named_optimizer(self.module, reader, index, optimizer, self._strategy.optimizers)
 
 
 class ModelParallelFamily(PlainFamily):

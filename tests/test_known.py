@@ -4,7 +4,9 @@ was so before."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,16 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.two_tensor import TwoTensor
 
-from lightning_resilience import Keep
+from lightning_resilience import Keep, SaveFailed
 from lightning_resilience.flat import FlatState, Outline
 from lightning_resilience.module_state import ModuleState
 from lightning_resilience.named_optimizers import named_optimizer_state
 from lightning_resilience.reader import CheckpointReader
+from lightning_resilience.saveable import check_saveable
 from lightning_resilience.session import Session
 from lightning_resilience.strategies import PlainFamily
 from support import TinyModel, checkpoint_every, committed, data, make_trainer, settle
@@ -137,6 +143,15 @@ def test_what_is_done_to_a_state_dict_is_not_in_the_next_one() -> None:
     assert_same_state(second, module.state_dict())
     second["scale"].data = torch.zeros(7)
     assert_same_state(state.state_dict(module), module.state_dict())
+
+
+def test_buffer_made_in_inference_mode_is_given_again() -> None:
+    """As one that a validation has put there."""
+    module, state = Root(), ModuleState()
+    with torch.inference_mode():
+        module.table = torch.ones(4, 4)
+    for _ in range(2):
+        assert torch.equal(state.state_dict(module)["table"], module.table)
 
 
 def test_same_tensors_are_given_as_long_as_nothing_changes() -> None:
@@ -283,6 +298,89 @@ def test_what_is_known_of_a_state_does_not_outlive_it(change: str) -> None:
         before = now
 
 
+FORMS: dict[str, Callable[[], Any]] = {
+    "empty": dict,
+    "texts": lambda: {"1": torch.ones(1), "b": 2},
+    "numbers": lambda: {1: torch.ones(1), "b": 2},
+    "texts like numbers": lambda: {True: torch.ones(1), "b": 2},
+    "empty below": lambda: {"a": {}, "t": torch.ones(1)},
+    "numbers below": lambda: {"a": {1: 2}, "t": torch.ones(1)},
+    "list of empty ones": lambda: {"a": [{}, torch.ones(1)]},
+    "empty list": lambda: {"a": [], "t": torch.ones(1)},
+    "ordered": lambda: OrderedDict(a=torch.ones(1)),
+}
+PLACES: dict[str, tuple[Callable[[Any], dict[str, Any]], tuple[str | int, ...]]] = {
+    "extra state": (lambda value: {"model": {"w": torch.ones(2), "extra": value}}, ("model", "extra")),
+    "state of a parameter": (
+        lambda value: {"optimizer_0": {"state": {"v": {"a": 1}, "w": value}, "param_groups": []}},
+        ("optimizer_0", "state", "w"),
+    ),
+    "below that": (
+        lambda value: {"optimizer_0": {"state": {"w": {"more": value}}, "param_groups": [{"lr": 1}]}},
+        ("optimizer_0", "state", "w", "more"),
+    ),
+    "option": (
+        lambda value: {"optimizer_0": {"state": {}, "param_groups": [{"option": value, "params": ["w"]}]}},
+        ("optimizer_0", "param_groups", 0, "option"),
+    ),
+    "part of its own": (
+        lambda value: {"optimizer_0": {"state": {}, "more": value, "param_groups": []}},
+        ("optimizer_0", "more"),
+    ),
+}
+
+
+def read_back(flat: FlatState, path: tuple[str | int, ...]) -> Any:
+    """The value at a path, put together as a resume does it."""
+    tree: Any = {}
+    for where, value in zip(flat.outline.paths.values(), flat.values, strict=True):
+        set_element(tree, where, value)
+    for name in path:
+        tree = tree[name]
+    return tree
+
+
+def form(value: Any) -> Any:
+    """What can be compared of it, with the types of keys."""
+    if isinstance(value, Mapping):
+        return [(type(key), key, form(inner)) for key, inner in value.items()]
+    return list(map(form, value)) if isinstance(value, list) else str(value)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_mappings_come_back_as_they_were_whatever_they_were_before(place: str) -> None:
+    make, path = PLACES[place]
+    for first, then in itertools.product(FORMS, FORMS):
+        known = FlatState.of(make(FORMS[first]())).outline
+        value = FORMS[then]()
+        state = make(value)
+        now, wanted = FlatState.of(state, known), FlatState.of(state)
+        assert (now.keys, now.outline.paths) == (wanted.keys, wanted.outline.paths), (first, then)
+        assert all(map(same, now.values, wanted.values)), (first, then)
+        assert now.outline is known or first != then
+        if (place, then) == ("state of a parameter", "empty"):  # which is none
+            assert [key for key in now.keys if ".w" in key] == []
+        else:
+            assert form(read_back(now, path)) == form(value), (first, then)
+
+
+def test_parts_of_sharded_tensors_are_not_kept_as_objects() -> None:
+    part = Tensor._make_subclass(DTensor, torch.ones(1))
+    for value in ({1: part}, {"a": {2: [part]}}, {None: (part,)}):
+        with pytest.raises(SaveFailed, match=r"has parts of sharded tensors in it, and keys that are not texts"):
+            FlatState.of({"model": {"extra": value}})
+    known = FlatState.of({"model": {"extra": {1: 1}}})
+    with pytest.raises(SaveFailed, match=r"extra has parts"):
+        FlatState.of({"model": {"extra": {1: part}}}, known.outline)
+    with pytest.raises(SaveFailed, match=r"model\.extra is an object with parts of sharded tensors"):
+        check_saveable(FlatState.of({"model": {"extra": (part, 1)}}))
+
+
+def test_two_values_of_one_name_cannot_be_saved() -> None:
+    with pytest.raises(SaveFailed, match=r"Two values have one name in the state: .*model\.a\.b"):
+        FlatState.of({"model": {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}})
+
+
 def still_of(run: Run) -> set[str]:
     family = PlainFamily(run)  # type: ignore[arg-type]
     return set(family.still(flatten(family, run, None)))
@@ -310,6 +408,15 @@ def test_same_answers_are_given_as_long_as_nothing_changes() -> None:
     assert (family.identical(second), family.still(second)) == answers
     assert family.identical(second) is answers[0]
     assert family.still(second) is answers[1]
+
+
+def test_tensors_without_memory_are_tied_to_nothing() -> None:
+    wrappers = {name: TwoTensor(torch.ones(2), torch.ones(2)) for name in "ab"}
+    shared, empty = torch.ones(2), {name: torch.empty(0) for name in "cd"}
+    flat = FlatState.of({"model": wrappers | empty})
+    assert not flat.fingerprint()[-1]
+    flat = FlatState.of({"model": wrappers | empty | {"e": shared, "f": shared}})
+    assert flat.fingerprint()[-1] == [("model.f", "model.e")]
 
 
 # -- in a run ----------------------------------------------------------------------------------------------------------

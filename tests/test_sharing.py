@@ -107,7 +107,11 @@ def plainly(ranks: Sequence[Rank]) -> tuple[list[list[Piece]], dict[str, str]]:
         item = items[where]
         one_number = item.tensor_data is not None and math.prod(item.tensor_data.size) == 1
         common = sharded and (len(holders) == world or one_number)
-        alike = item.type == WriteItemType.SHARD or item.index.fqn in ranks[holders[0]].identical
+        alike = item.type == WriteItemType.SHARD or all(
+            item.index.fqn in rank.identical
+            for rank in ranks
+            if any(one.index.fqn == item.index.fqn for one in rank.items)
+        )
         if len(holders) > 1 and alike and not (common and bytes_of(item) <= 4096):
             shared.append((item, holders))
         else:
@@ -175,6 +179,8 @@ def ddp(ranks: list[Rank], draw: random.Random, key: str) -> None:
     for rank in ranks:
         rank.add(key, tensor(key, size, dtype=dtype))
         rank.identical.add(key)
+    if draw.random() < 0.2:
+        draw.choice(ranks).identical.discard(key)  # changed on that rank alone
 
 
 def buffers(ranks: list[Rank], draw: random.Random, key: str) -> None:

@@ -6,6 +6,7 @@ import copy
 import pickle
 import warnings
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_resilience import (
     CheckpointIncompatible,
@@ -658,16 +660,56 @@ class WithExtraAndHook(WithExtra):
 @pytest.mark.parametrize("kind", [WithExtra, WithExtraAndHook])
 @pytest.mark.parametrize(
     "value",
-    [torch.ones(3), b"bytes", {"n": 3, "deep": {"t": torch.ones(2)}}, [1, torch.ones(1)], 7, {}],
-    ids=["tensor", "bytes", "dict", "list", "int", "empty"],
+    [
+        torch.ones(3),
+        b"bytes",
+        {"n": 3, "deep": {"t": torch.ones(2)}},
+        [1, torch.ones(1)],
+        7,
+        {},
+        {7: torch.ones(2), (1, 2): {}},
+        {"t": torch.ones(1), "deep": {"empty": {}, "more": {True: 4, 1.5: torch.ones(1)}}, "list": [[], {}, [{}]]},
+    ],
+    ids=["tensor", "bytes", "dict", "list", "int", "empty", "other keys", "other keys below"],
 )
 def test_extra_state_of_any_kind_is_set_at_a_resume(tmp_path: Path, kind: type[WithExtra], value: Any) -> None:
-    if value == {} and kind is WithExtraAndHook:
-        pytest.skip("DCP keeps nothing of an empty container, and the hook gets to see what was kept")
     fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=kind(value))
     model = kind(torch.zeros(5) if isinstance(value, Tensor) else value)
     fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=model, ckpt_path="last")
     assert str(model.extra.restored) == str(value)
+
+
+class KeepsByNumber(torch.optim.SGD):
+    """Has keys in its state that are not texts, also beside its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for place, parameter in enumerate(group["params"]):
+                kept = self.state[parameter]
+                if place % 2:
+                    kept[0] = kept.get(0, torch.zeros(3)) + 1
+                kept["sums"] = {1: kept.get("sums", {1: 0})[1] + 1}
+                kept["none"] = {}
+        return loss
+
+
+def test_optimizer_state_with_other_keys_than_texts_comes_back_as_it_was(tmp_path: Path) -> None:
+    class Model(TinyModel):
+        def configure_optimizers(self) -> Any:
+            return KeepsByNumber(self.parameters(), lr=0.01, momentum=0.9)
+
+        def on_train_start(self) -> None:
+            self.began = copy.deepcopy([*self.trainer.optimizers[0].state.values()])
+
+        def on_train_end(self) -> None:
+            self.ended = copy.deepcopy([*self.trainer.optimizers[0].state.values()])
+
+    first, second = Model(), Model()
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 4), model=first)
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 4), model=second, ckpt_path="last", max_epochs=2)
+    assert first.ended[1][0].tolist() == [8.0] * 3
+    assert str(second.began) == str(first.ended)
 
 
 class Doubled(nn.Linear):
@@ -738,6 +780,104 @@ def test_hook_that_edits_optimizer_states_is_obeyed(tmp_path: Path, edit: str, l
     assert model.found == (lr, 0 if edit == "reset" else 6)
 
 
+class NumberedNames(L.LightningModule):
+    """Its parameters are called 1, 0 and 2, which are not their places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.shapes = {"1": (8, 8), "0": (8, 8), "2": (8, 1)}
+        for name, shape in self.shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+        self.began: dict[str, Any] = {}
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return nn.functional.mse_loss(batch[0] @ getattr(self, "0") @ getattr(self, "1") @ getattr(self, "2"), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def moments(self) -> dict[str, Tensor]:
+        state = self.trainer.optimizers[0].state
+        return {name: state[getattr(self, name)]["exp_avg"].clone() for name in self.shapes}
+
+    def on_train_start(self) -> None:
+        self.began = self.moments() if self.global_step else {}
+
+    def on_train_end(self) -> None:
+        self.ended = self.moments()
+
+
+@pytest.mark.parametrize("saved", ["by name", "by number"])
+def test_parameters_that_are_called_like_numbers_get_their_own_moments(tmp_path: Path, saved: str) -> None:
+    first, second = NumberedNames(), NumberedNames()
+    if saved == "by name":
+        fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=first)
+        path = "last"
+    else:
+        stock = ModelCheckpoint(tmp_path / "run", every_n_train_steps=8)
+        fit(tmp_path, stock, model=first, plugins=[ResilientCheckpointIO()])
+        path = stock.best_model_path
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=second, ckpt_path=path, max_epochs=2)
+    assert second.began.keys() == first.ended.keys()
+    assert all(torch.equal(value, first.ended[name]) for name, value in second.began.items())
+
+
+class Halves(TinyModel):
+    """Optimizes its first layer with one, and its last with the other; the layer between with which it is told to."""
+
+    def __init__(self, names: tuple[str, ...] = ("01", "3"), frozen: str = "") -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.names = names
+        self.states: list[int] = []
+        for layer in frozen:
+            self.net[int(layer)].requires_grad_(False)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        optimizers: Any = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        self.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.Adam([p for layer in name for p in self.net[int(layer)].parameters()], lr=0.01)
+            for name in self.names
+        ]
+
+    def on_train_start(self) -> None:
+        self.states = [len(optimizer.state) for optimizer in self.trainer.optimizers]
+
+
+def test_optimizers_in_another_order_are_refused(tmp_path: Path) -> None:
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=Halves())
+    swapped = Halves(("3", "01"))
+    with pytest.raises(CheckpointIncompatible, match=r"optimizer 0 has the state of net\.0\.bias.*optimizer 1 has now"):
+        fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=swapped, ckpt_path="last", max_epochs=2)
+
+
+def test_parameter_that_went_to_another_optimizer_is_warned_of(tmp_path: Path) -> None:
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=Halves())
+    moved = Halves(("0", "31"))
+    with pytest.warns(UserWarning, match=r"state of net\.1\.bias, net\.1\.weight, which optimizer 1 has now: they "):
+        fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=moved, ckpt_path="last", max_epochs=2)
+    assert moved.states == [2, 2]
+
+
+@pytest.mark.parametrize(("names", "frozen"), [(("0", "3"), ""), (("0", "31"), "1"), (("01", "3"), "01")])
+def test_parameter_that_is_not_trained_any_more_is_not_spoken_of(
+    tmp_path: Path, names: tuple[str, ...], frozen: str
+) -> None:
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=Halves())
+    model = Halves(names, frozen)
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=model, ckpt_path="last", max_epochs=2)
+    assert model.states == [4 if names[0] == "01" else 2, 2]
+
+
 def test_model_without_an_optimizer_is_saved_and_resumed(tmp_path: Path) -> None:
     class Untrained(TinyModel):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
@@ -753,14 +893,55 @@ def test_model_without_an_optimizer_is_saved_and_resumed(tmp_path: Path) -> None
         fit(tmp_path, checkpoint_every(tmp_path / "run", 4), model=Untrained(), ckpt_path="last", max_epochs=2)
 
 
-def test_tensor_that_cannot_be_saved_stops_at_the_first_save_and_is_named(tmp_path: Path) -> None:
-    class Sparse(TinyModel):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("sparse", torch.eye(3).to_sparse())
+def jagged() -> Tensor:
+    return torch.nested.nested_tensor([torch.ones(3), torch.ones(5)], layout=torch.jagged)
 
-    model = Sparse()
-    with pytest.raises(SaveFailed, match=r"sparse is a torch\.sparse_coo tensor"):
+
+UNSAVEABLE: dict[str, Callable[[], Tensor]] = {
+    "torch.sparse_coo": lambda: torch.eye(3).to_sparse(),
+    "torch.sparse_csr": lambda: torch.eye(3).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(3), torch.ones(5)]),
+    "jagged nested": jagged,
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+    "meta": lambda: torch.empty(3, device="meta"),
+    "TwoTensor without memory of its own": lambda: TwoTensor(torch.ones(3), torch.zeros(3)),
+}
+
+
+class Holds(TinyModel):
+    """Has a tensor in a place of its state; from a step on, or all the time, up to one where it goes again."""
+
+    def __init__(self, what: str, place: str, steps: tuple[int, int] = (0, 100)) -> None:
+        super().__init__()
+        self.what, self.place, self.steps = what, place, steps
+        self.extra = Extra({})
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == self.steps[0]:
+            if self.place == "buffer":
+                self.register_buffer("odd", UNSAVEABLE[self.what]())
+            elif self.place == "extra state":
+                self.extra.value = {"more": [UNSAVEABLE[self.what]()]}
+        if self.global_step == self.steps[1]:
+            del self.odd
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.place == "optimizer":
+            self.trainer.optimizers[0].state[self.net[0].weight]["odd"] = UNSAVEABLE[self.what]()
+
+
+@pytest.mark.filterwarnings("ignore:.*(prototype stage|beta state|deprecated):")
+@pytest.mark.parametrize(
+    ("what", "place"),
+    # Lightning's own teardown cannot do with one on the meta device.
+    [(what, "buffer") for what in UNSAVEABLE if what != "meta"]
+    + [(what, place) for what in ("torch.sparse_coo", "jagged nested") for place in ("extra state", "optimizer")],
+)
+def test_tensor_that_cannot_be_saved_stops_at_the_first_save_and_is_named(
+    tmp_path: Path, what: str, place: str
+) -> None:
+    model = Holds(what, place)
+    with pytest.raises(SaveFailed, match=rf"(odd|more\.0) is a .*{what.split()[-1]}.*which cannot be saved"):
         fit(tmp_path, checkpoint_every(tmp_path / "run", 2), model=model)
     assert len(model.history) == 2
 
@@ -819,6 +1000,64 @@ def test_what_a_rank_cannot_tell_of_itself_costs_the_save_and_at_the_first_one_t
     loader = torch.utils.data.DataLoader(Forgetful({1}), batch_size=4)
     with pytest.raises(SaveFailed, match=r"the disk of the data is away.*Look at state_dict"):
         fit(tmp_path, checkpoint_every(tmp_path / "other", 2), train=loader)
+
+
+@pytest.mark.filterwarnings("ignore:.*(prototype stage|beta state|deprecated):")
+@pytest.mark.parametrize("what", ["torch.sparse_coo", "nested", "quantized", "meta"])
+def test_tensor_that_cannot_be_saved_in_mid_run_costs_saves_and_not_the_run(tmp_path: Path, what: str) -> None:
+    model = Holds(what, "buffer", (3, 6))
+    with pytest.warns(UserWarning, match="step [456] was dropped.*odd is a .*which cannot be saved"):
+        fit(tmp_path, checkpoint_every(tmp_path / "run", 1, keep=Keep(last=-1), max_failures=4), model=model)
+    assert [manifest.step for manifest in committed(tmp_path / "run")] == [1, 2, 3, 7, 8]
+
+
+class Own(Tensor):
+    """A kind of tensor that has memory of its own."""
+
+
+def test_subclass_with_memory_of_its_own_is_saved_and_resumed(tmp_path: Path) -> None:
+    class Model(TinyModel):
+        def __init__(self, value: float) -> None:
+            super().__init__()
+            self.register_buffer("one", torch.full((3,), value).as_subclass(Own))
+            self.register_buffer("other", torch.full((3,), -value).as_subclass(Own))
+
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 4), model=Model(2.0))
+    again = Model(0.0)
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 4), model=again, ckpt_path="last", max_epochs=2)
+    assert [again.one.tolist(), again.other.tolist()] == [[2.0] * 3, [-2.0] * 3]
+
+
+class Expanded(TinyModel):
+    """Has buffers that are expanded views, of a value."""
+
+    def __init__(self, value: float, expand: bool = True) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.full((1, 5), value).expand(4, 5))
+        self.register_buffer("number", torch.tensor(value).expand(3) if expand else torch.arange(3.0))
+
+
+class ExpandedWithExtra(Expanded):
+    def __init__(self, value: float) -> None:
+        super().__init__(value)
+        self.extra = Extra({"n": 1})
+
+
+@pytest.mark.parametrize("kind", [Expanded, ExpandedWithExtra])
+@pytest.mark.parametrize("value", [2.0, float("nan")])
+def test_expanded_views_are_loaded(tmp_path: Path, kind: Any, value: float) -> None:
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=kind(value))
+    model = kind(0.0)
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=model, ckpt_path="last", max_epochs=2)
+    assert torch.equal(model.rows, torch.full((4, 5), value)) or (value != value and model.rows.isnan().all())
+    assert str(model.number.tolist()) == str([value] * 3)
+    assert [model.rows.stride(), model.number.stride()] == [(0, 1), (0,)]
+
+
+def test_expanded_view_of_several_values_is_refused(tmp_path: Path) -> None:
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=Expanded(1.0, expand=False))
+    with pytest.raises(CheckpointIncompatible, match=r"number is an expanded view.*\.clone\(\)"):
+        fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=Expanded(1.0), ckpt_path="last", max_epochs=2)
 
 
 # -- beside what is there ---------------------------------------------------------------------------------------------
