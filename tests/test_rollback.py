@@ -480,8 +480,8 @@ def test_batches_are_left_out_in_whole_windows_up_to_the_end_of_an_epoch(tmp_pat
 def test_list_and_rule_keep_what_is_from_before_a_spike_also_once_the_run_is_over(tmp_path: Path) -> None:
     train(tmp_path, Poisoned(155), 200, keep=Keep(last=-1))
     tier = LocalTier(tmp_path / "run")
-    verdicts, _ = housekeeping.prune(tier, Keep(last=1), None, dry_run=True)
-    stays = {verdict.name: verdict.reasons for verdict in verdicts if verdict.keep}
+    pruned = housekeeping.prune(tier, store.list_checkpoints(tier).committed, Keep(last=1), None, dry_run=True)
+    stays = {judgement.name: judgement.reasons for judgement in pruned.judgements if judgement.keep}
     assert stays.pop("epoch=0-step=150.ckpt") == ("from before the loss left its course",)
     assert len(stays) == 1
 
