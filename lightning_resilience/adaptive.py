@@ -128,6 +128,7 @@ class AdaptiveDecider(Decider):
         self._costs: deque[tuple[float, float]] = deque(maxlen=RECENT)
         self._stall, self._seconds = FIRST_STALL, 0.0
         self._saves = 0  # of this process
+        self._has_tried = False
         self._failures, self._trained = 0, 0.0
         self._begun: float | None = None
         self._asked = 0.0
@@ -141,7 +142,13 @@ class AdaptiveDecider(Decider):
         self.trend.see(loss)
         self._wait_until = -math.inf
 
+    @property
+    def _is_first(self) -> bool:
+        """Whether the run has never saved, nor tried to."""
+        return not (self._costs or self._has_tried)
+
     def see_start(self) -> None:
+        self._has_tried = True
         self.trend.take()
         self._deaf_until = -math.inf
 
@@ -183,7 +190,7 @@ class AdaptiveDecider(Decider):
         lead = self._seconds + MARGIN * ahead * self._step_seconds + self._longest_step + PATIENCE
         most = max(rpo - lead, rpo / 2)
         interval = min(max(interval, least), most)
-        if not self._costs and interval > FIRST_SAVE:
+        if self._is_first and interval > FIRST_SAVE:
             return Plan(FIRST_SAVE, earliest=FIRST_SAVE, latest=FIRST_SAVE, at_risk=False)
         return Plan(
             interval,
@@ -212,7 +219,7 @@ class AdaptiveDecider(Decider):
             return None
         trend = self.trend
         if passed >= plan.latest:
-            late = "the loss not calm" if trend.known and self._costs else ""
+            late = "the loss not calm" if trend.known and not self._is_first else ""
             why = "the most to put at risk" if plan.at_risk else late
         elif trend.known and trend.is_calm(min(passed / plan.interval / USUAL, 1.0)):
             why = "the loss calm"
@@ -225,7 +232,7 @@ class AdaptiveDecider(Decider):
     def quiet(self, now: float) -> float:
         """Seconds since the last save before which none is due, whatever loss and step times become from ``now`` on."""
         least = EARLIEST * math.sqrt(2 * self._stall * self.mtbf(now) / MOST)
-        if not self._costs:
+        if self._is_first:
             least = min(least, FIRST_SAVE)
         return min(least, self._rule.rpo_seconds / 2 * EARLIEST)
 

@@ -57,10 +57,11 @@ def agreed_folder(given: str | None, callback: ModelCheckpoint, trainer: Trainer
 
 
 def _check_variables(path: str) -> None:
-    """Raise SetupError where a variable in a path is not set here."""
-    if unset := re.search(r"\$(\w+|\{\w+\})", os.path.expandvars(path)):
+    """Raise SetupError where a variable in a path is not set here, unless there is a folder of that very name."""
+    unset = [name for name in re.findall(r"\$\{?(\w+)", path) if name not in os.environ]
+    if unset and not os.path.isdir(os.path.expandvars(path)):
         raise SetupError(
-            f"dirpath={path!r}: the environment variable {unset.group(1).strip('{}')} is not set.",
+            f"dirpath={path!r}: the environment variable {unset[0]} is not set.",
             hint="Set it on every node, or give another dirpath=.",
         )
 

@@ -74,11 +74,10 @@ class Engine:
         self.in_use: set[str] = set()
         self._protected: dict[Folder, Callable[[], Collection[str]]] = {}
         self.timeout = timeout
-        self._memory = memory
-        self._fresh: Planner | None = Planner(ranks, memory)
+        # Made now: what goes wrong with memory on one rank alone is seen when there is nobody to wait for it.
+        self._idle = [Planner(ranks, memory) for _ in range(MOST_PLANS)]
         self._planners: dict[tuple[str, ...], Planner] = {}
         """By the parts of the state, from old to new: weights alone follow a plan of their own."""
-        self._lasting: str | None = None
         self._in_flight: Save | None = None
         self._staging: Staging | None = None  # of the save in flight, until the slot holds everything
         self._persistence = Persistence(ranks, timeout)
@@ -122,7 +121,6 @@ class Engine:
 
     def belong_to(self, run: str) -> None:
         """Let what a kill leaves in memory be found by the next start of a run; see ``SlotMemory.belong_to``."""
-        self._lasting = self._lasting or run
         for planner in self._all_planners():
             planner.belong_to(run)
 
@@ -255,16 +253,15 @@ class Engine:
         """What plans saves of these parts of the state; the same on all ranks.  Not while a save is under way."""
         parts = tuple(snapshot.state)
         if parts not in self._planners:
-            while len(self._planners) >= MOST_PLANS:
-                self._planners.pop(next(iter(self._planners))).close()
-            planner, self._fresh = self._fresh or Planner(self.ranks, self._memory), None
-            if self._lasting is not None:
-                planner.belong_to(self._lasting)
-            self._planners[parts] = planner
+            if not self._idle:
+                oldest = self._planners.pop(next(iter(self._planners)))
+                oldest.close()
+                self._idle.append(oldest)
+            self._planners[parts] = self._idle.pop()
         return self._planners[parts]
 
     def _all_planners(self) -> list[Planner]:
-        return [*self._planners.values(), *([self._fresh] if self._fresh is not None else [])]
+        return [*self._planners.values(), *self._idle]
 
     def _stage(self, job: Job, snapshot: Snapshot, overlap: bool) -> None:
         planner = self._planner_for(snapshot)

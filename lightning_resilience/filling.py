@@ -183,7 +183,7 @@ class _Pass:
 
 
 def split_where_bytes_overlap(spans: Iterable[Span]) -> tuple[list[Span], list[Span]]:
-    """Pieces that have no bytes of the file in common, and the rest."""
+    """Spans that have no bytes of the file in common, and the rest."""
     first: list[Span] = []
     rest: list[Span] = []
     for span in sorted(spans, key=lambda span: span.offset):

@@ -177,9 +177,10 @@ class Lookup:
             return search.source
         if not search.skipped:
             return self._newest_of_stock()
+        none = _none_to_resume(search, self._doorway.fitting)
         if not self.starts_over:
-            raise _none_to_resume(search)
-        rank_zero_warn(f"{_none_to_resume(search).message} Starting over from step 0, because on_unrestorable='fresh'.")
+            raise none
+        rank_zero_warn(f"{none.message} Starting over from step 0, because on_unrestorable='fresh'.")
         return None
 
     def _newest_of_stock(self) -> Source | str | None:
@@ -279,7 +280,7 @@ class Lookup:
         self.forgive()  # one start is one attempt
         search = self._newest(reading_checks=False)
         if search.source is None and search.skipped:
-            raise _none_to_resume(search)
+            raise _none_to_resume(search, self._doorway.fitting)
         self._chosen = search.source
         return search.source
 
@@ -390,14 +391,11 @@ class Lookup:
         self._memory.release()
 
 
-def _none_to_resume(search: Search) -> CheckpointCorrupt | CheckpointIncompatible:
+def _none_to_resume(search: Search, fitting: bool) -> CheckpointCorrupt | CheckpointIncompatible:
     message = f"There are checkpoints, but none can be resumed from: {search.explain()}."
     if not search.is_damage:
-        return CheckpointIncompatible(
-            message,
-            hint="They are whole: load them with trainer.validate or test. Set on_unrestorable='fresh', or leave out"
-            " ckpt_path, to start over.",
-        )
+        over = " Set on_unrestorable='fresh', or leave out ckpt_path, to start over." if fitting else ""
+        return CheckpointIncompatible(message, hint=f"To load one in trainer.validate or test, give its path.{over}")
     return CheckpointCorrupt(
         message,
         problems=tuple(f"{path}: {why}" for path, why in search.skipped.items()),

@@ -17,6 +17,11 @@ from lightning_resilience.module_state import parameters
 from lightning_resilience.names import canonical
 from lightning_resilience.reader import CheckpointReader, Part, empty
 
+OF_ANY_KIND = frozenset(
+    ("params", "param_names", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
+)
+"""Entries of a parameter group that are not options of a kind of optimizer: schedulers put them there."""
+
 
 def raw_optimizer(optimizer: Any) -> Optimizer:
     """The torch optimizer inside Lightning's wrapper."""
@@ -170,9 +175,14 @@ def _check_owners(
 
 
 def _check_options(optimizer: Optimizer, index: int) -> None:
-    """Raise CheckpointIncompatible where an optimizer has got the options of another kind, and not its own."""
-    lacking = {name for group in optimizer.param_groups for name in optimizer.defaults if name not in group}
-    if lacking:
+    """Raise CheckpointIncompatible where an optimizer has got the options of another kind, and not its own.  Those that
+    an earlier version of its kind did not have get their defaults."""
+    groups, defaults = optimizer.param_groups, optimizer.defaults
+    lacking = {name for group in groups for name in defaults if name not in group}
+    foreign = {name for group in groups for name in group if name not in defaults} - OF_ANY_KIND
+    for group in groups:
+        group.update({name: defaults[name] for name in lacking if name not in group})
+    if lacking and foreign:
         raise CheckpointIncompatible(
             f"Optimizer {index} is a {type(optimizer).__name__}; the checkpoint's was of another kind, without"
             f" {', '.join(sorted(lacking))}.",

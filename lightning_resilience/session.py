@@ -73,7 +73,10 @@ class Session:
             address=getattr(getattr(trainer.strategy, "cluster_environment", None), "main_address", None),
         )
         self.engine = Engine(self.ranks, memory=memory, timeout=timeout)
-        left = MemoryTier(slots.check_memory(memory))
+        root = slots.check_memory(memory)
+        if root is not None and not slots.is_in_memory(root):
+            log.warning("event=memory folder=%s reason='it is not on tmpfs: each save goes to a disk twice'", root)
+        left = MemoryTier(root)
         self.folders: dict[str, Folder] = {}
         self._between_batches: list[Callable[[int, bool, bool], None]] = []
         self.preemption = Preemption(self.ranks)

@@ -332,12 +332,10 @@ def check_memory(where: str | os.PathLike[str] | bool) -> Path | None:
     folder = Path(where)
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise SetupError(f"memory={str(where)!r} is not a folder that can be written.", hint='Use memory="auto".')
-    if not _is_in_memory(folder):
-        log.warning("event=memory folder=%s reason='it is not on tmpfs: each save goes to a disk twice'", folder)
     return folder
 
 
-def _is_in_memory(folder: Path) -> bool:
+def is_in_memory(folder: Path) -> bool:
     """Whether a folder is on a file system that is memory; True where that cannot be told."""
     try:
         mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]

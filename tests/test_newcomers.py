@@ -21,8 +21,9 @@ from lightning_resilience import (
     run_state,
     slots,
 )
+from lightning_resilience.named_optimizers import _check_options
 from lightning_resilience.schedule import Progress
-from lightning_resilience.slots import check_memory
+from lightning_resilience.slots import is_in_memory
 from lightning_resilience.trusted import load_trusted
 from support import TinyModel, checkpoint_every, committed, data, make_trainer, settle
 
@@ -121,8 +122,11 @@ def test_a_file_in_the_place_of_the_link_is_told_of_once_with_what_to_do(tmp_pat
 
 def test_weights_alone_are_not_called_damaged(tmp_path: Path) -> None:
     fit(tmp_path, checkpoint_every(tmp_path / "run", 4, save_weights_only=True))
-    with pytest.raises(CheckpointIncompatible, match=r"it holds weights only.*They are whole"):
+    with pytest.raises(CheckpointIncompatible, match=r"it holds weights only.*give its path.*start over"):
         fit(tmp_path, checkpoint_every(tmp_path / "run", 4, save_weights_only=True), resume="last", max_epochs=2)
+    trainer = make_trainer(tmp_path, checkpoint_every(tmp_path / "run", 4))
+    with pytest.raises(CheckpointIncompatible, match=r"give its path\.$"):
+        trainer.validate(TinyModel(), data(), ckpt_path="last", verbose=False)
 
 
 class WithSGD(TinyModel):
@@ -136,6 +140,20 @@ def test_an_optimizer_of_another_kind_is_told_of_with_the_way_on(tmp_path: Path)
         fit(tmp_path, checkpoint_every(tmp_path / "run", 4), model=WithSGD(), resume="last", max_epochs=2)
     saver = checkpoint_every(tmp_path / "run", 4, restore_optimizers=False)
     assert fit(tmp_path, saver, model=WithSGD(), resume="last", max_epochs=2).global_step == 16
+
+
+def test_options_that_an_optimizer_did_not_have_yet_get_their_defaults() -> None:
+    model = TinyModel()
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=0.1)
+    for group in optimizer.param_groups:
+        del group["foreach"], group["maximize"]
+        group["initial_lr"] = 0.2
+    _check_options(optimizer, 0)
+    assert optimizer.param_groups[0]["maximize"] is False
+    optimizer.param_groups[0]["betas"] = (0.9, 0.99)
+    del optimizer.param_groups[0]["maximize"]
+    with pytest.raises(CheckpointIncompatible, match="maximize"):
+        _check_options(optimizer, 0)
 
 
 def test_each_start_says_what_it_goes_by_and_what_it_has_loaded(tmp_path: Path, caplog: Any) -> None:
@@ -164,11 +182,11 @@ def test_arguments_of_a_wrong_kind_are_refused_or_warned_of(
 ) -> None:
     with pytest.raises(SetupError, match="train_time_interval=5"):
         ResilientCheckpoint(tmp_path, train_time_interval=5)  # type: ignore[arg-type]
-    check_memory("/dev/shm")
-    assert caplog.messages == []
-    monkeypatch.setattr(slots, "_is_in_memory", lambda folder: False)
-    check_memory(tmp_path)
-    assert "not on tmpfs" in caplog.text
+    monkeypatch.setattr(slots, "is_in_memory", lambda folder: folder == Path("/dev/shm"))
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 4))
+    assert "not on tmpfs" not in caplog.text
+    fit(tmp_path, checkpoint_every(tmp_path / "run", 4, memory=str(tmp_path)))
+    assert caplog.text.count("not on tmpfs") == 1
 
 
 def test_the_first_save_of_a_run_that_never_saved_comes_soon() -> None:
@@ -176,8 +194,14 @@ def test_the_first_save_of_a_run_that_never_saved_comes_soon() -> None:
     assert decider.decide(Progress(5, 29.0), Progress(0, 0.0)) is None
     assert decider.decide(Progress(6, 30.1), Progress(0, 0.0)) is not None
     decider.see_start()
+    assert decider.decide(Progress(8, 62.0), Progress(6, 30.1)) is None  # it may fail: no more than the interval
     decider.see_save(0.5, 2.0)
     assert decider.decide(Progress(9, 65.0), Progress(6, 30.1)) is None  # what it costs is known now
+
+
+def test_tmpfs_is_told_from_a_disk() -> None:
+    assert is_in_memory(Path("/dev/shm"))
+    assert not is_in_memory(Path("/proc"))
 
 
 @pytest.mark.parametrize("kind", ["MT19937", "PCG64", "Philox", "SFC64"])

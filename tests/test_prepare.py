@@ -138,6 +138,20 @@ def test_more_kinds_of_saves_than_there_is_memory_for_take_turns(
     assert len(plans) == 6
 
 
+def test_nothing_that_can_fail_on_one_rank_alone_is_made_for_another_kind_of_save(
+    tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise AssertionError("the other ranks would wait")
+
+    monkeypatch.setattr(planning.SlotMemory, "__init__", fails)
+    for part in ("model", "optimizer_0", "optimizer_1"):
+        taken = Snapshot({part: {"w": torch.ones(3)}}, no_keys, b"meta", b"rank")
+        started = engine.save(engine.open_folder(LocalTier(tmp_path)), "a.ckpt", FACTS, lambda taken=taken: taken)
+        assert started is not None
+        started.wait(60)
+
+
 def test_what_goes_wrong_in_the_background_ends_neither_its_thread_nor_the_saves_after_it(
     tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
