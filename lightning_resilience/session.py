@@ -101,6 +101,11 @@ class Session:
         self._attach()
 
     @classmethod
+    def of(cls, trainer: Trainer) -> Session | None:
+        """The session of a Trainer, where one is open."""
+        return _sessions.get(id(trainer))
+
+    @classmethod
     def join(
         cls,
         trainer: Trainer,
@@ -119,7 +124,7 @@ class Session:
         Raises:
             SetupError: two callbacks want what there is one of for both to be different.
         """
-        session = _sessions.get(id(trainer))
+        session = cls.of(trainer)
         if session is None:
             session = _sessions[id(trainer)] = cls(trainer, memory=memory, timeout=timeout)
             session._shared = {"memory": memory, "save_timeout": timeout}

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_resilience import EverySteps, ResilientCheckpoint
 from lightning_resilience.manifest import Manifest
-from lightning_resilience.session import _sessions
+from lightning_resilience.session import Session
 from lightning_resilience.store import list_checkpoints, verify
 from lightning_resilience.tiers import LocalTier
 
@@ -117,7 +117,7 @@ class Settle(L.Callback):
 
     @staticmethod
     def _wait(trainer: L.Trainer) -> None:
-        if (session := _sessions.get(id(trainer))) is not None:
+        if (session := Session.of(trainer)) is not None:
             session.engine.drain(60)
 
 

@@ -26,7 +26,7 @@ from lightning_resilience.named_optimizers import read_numbered
 from lightning_resilience.preemption import Preempted
 from lightning_resilience.ranks import Ranks
 from lightning_resilience.reader import CheckpointReader
-from lightning_resilience.session import Session, _sessions
+from lightning_resilience.session import Session
 from lightning_resilience.staging import THREAD, Staging
 from support import FEATURES, TinyModel, checkpoint_every, committed, data, make_trainer, strategy
 
@@ -78,7 +78,7 @@ class Hold(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         in_window = trainer.lightning_module.automatic_optimization and trainer.fit_loop._should_accumulate()
-        if not in_window and (session := _sessions.get(id(trainer))) is not None:
+        if not in_window and (session := Session.of(trainer)) is not None:
             session.engine.drain(LONGEST)
 
 

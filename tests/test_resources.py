@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from forks import run_fork, run_forks, start_forks
 from lightning_resilience import Keep, SetupError, slots
-from lightning_resilience.session import _sessions
+from lightning_resilience.session import Session
 from probes import Witness, at, die, fit
 from support import TinyModel, settle
 
@@ -81,7 +81,7 @@ def keys_on_the_board(root: Path) -> list[int]:
     class Count(L.Callback):
         def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
             if trainer.is_global_zero:
-                counts.append(_sessions[id(trainer)].ranks._server.num_keys())  # type: ignore[union-attr]
+                counts.append(Session.of(trainer).ranks._server.num_keys())  # type: ignore[union-attr]
 
     checkpoint = Witness(root, 1)
     fit(root, settle(), Count(), checkpoint, how="ddp", world_size=2, steps=20)

@@ -12,7 +12,7 @@ import pytest
 from forks import run_forks
 from lightning_resilience import EverySteps, Keep, ResilientCheckpoint, points
 from lightning_resilience.schedule import Progress, Schedule
-from lightning_resilience.session import _sessions
+from lightning_resilience.session import Session
 from support import TinyModel, committed, data, make_trainer, strategy
 
 
@@ -44,7 +44,9 @@ class Held(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, index: int) -> None:
         if index % 4 == 0:
             self._go_on.set()
-            _sessions[id(trainer)].engine.drain(60)
+            session = Session.of(trainer)
+            assert session is not None
+            session.engine.drain(60)
             if index < self._last:
                 self._go_on.clear()
 
