@@ -343,11 +343,11 @@ def test_run_goes_back_to_nothing_of_another_run_or_of_a_course_it_has_left(tmp_
 
 def test_run_goes_back_to_what_it_was_resumed_from_in_another_folder(tmp_path: Path) -> None:
     first = ResilientCheckpoint(tmp_path / "run", schedule=EverySteps(100))
-    make_trainer(tmp_path, first, settle(), max_epochs=1, max_steps=100).fit(Poisoned(10**6), numbered(600))
+    make_trainer(tmp_path, first, settle(), max_epochs=1, max_steps=100).fit(Poisoned(10**6), numbered(800))
     again = Poisoned(125, heals=True)
     other = ResilientCheckpoint(tmp_path / "other", schedule=EverySteps(1000), rollback=Rollback(patience=10))
     make_trainer(tmp_path, other, settle(), max_epochs=1).fit(
-        again, numbered(600), ckpt_path=str(tmp_path / "run" / "epoch=0-step=100.ckpt")
+        again, numbered(800), ckpt_path=str(tmp_path / "run" / "epoch=0-step=100.ckpt")
     )
     assert [to for _, to in went_back(again)] == [100]
     back = next(one for one in committed(tmp_path / "other") if LAST_GOOD in one.labels)
