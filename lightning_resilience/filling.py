@@ -1,9 +1,8 @@
 """Bytes of a file straight into the memory of tensors, and the digest of the file on the way where it is wanted.
 
 Without a digest only what is wanted is read, by several threads.  With it the whole file is, once, from its beginning
-to its end: what belongs to a large tensor in host memory is read right there; small tensors, and those of a device, are
-filled from a block.  It is digested in blocks that are still in the processor's cache; or, where there are cores to
-spare, beside the reading.
+to its end, in blocks that are digested while they are in the processor's cache: what belongs to a large tensor in host
+memory is read right there; small tensors, and those of a device, are filled from a block.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -29,8 +28,6 @@ AT_ONCE = 16 * 2**20
 """Bytes of one call where there are several threads."""
 BLOCK = 256 * 2**10
 """Bytes that are read, and then digested: as many as stay in a cache."""
-STRETCH = 4 * 2**20
-"""The same where they are digested by another thread: enough to be worth telling it."""
 MOST_THREADS = 4
 
 
@@ -83,14 +80,6 @@ def threads_for(parts: int) -> int:
     return max(1, min(parts, len(os.sched_getaffinity(0)), MOST_THREADS))
 
 
-def has_cores_to_spare(threads: int) -> bool:
-    """Whether as many more threads as read would have a core of their own, beside those of the other ranks of this
-    machine."""
-    environment = os.environ
-    ranks = environment.get("LOCAL_WORLD_SIZE") or environment.get("WORLD_SIZE") or "1"
-    return ranks.isdigit() and len(os.sched_getaffinity(0)) >= 2 * threads * int(ranks)
-
-
 def share_memory(spans: Iterable[Span]) -> bool:
     """Whether two spans have memory in common."""
     by_address = sorted(spans, key=lambda span: span.address)
@@ -126,7 +115,7 @@ def fill(path: Path, spans: Sequence[Span]) -> None:
     torch.autograd.graph.increment_version([span.target for span in spans])
 
 
-def fill_and_digest(path: Path, spans: Iterable[Span], *, beside: bool = False) -> str:
+def fill_and_digest(path: Path, spans: Iterable[Span]) -> str:
     """Fill tensors, of whatever device, with bytes of one file; xxh3_128 of all of it.
 
     What the file has not got is not filled; its digest is another one then.
@@ -134,65 +123,18 @@ def fill_and_digest(path: Path, spans: Iterable[Span], *, beside: bool = False) 
     Args:
         path: of the file.
         spans: have no bytes of it in common (see ``split_where_bytes_overlap``).
-        beside: whether a thread of its own digests what has been read; the spans, and what else is filled meanwhile,
-            have no memory in common then.
     """
     in_order = sorted(spans, key=lambda span: span.offset)
     by_block = [span for span in in_order if not span.is_read_in_place]
-    with open(path, "rb", buffering=0) as file, _Digester(beside) as digester:
-        once = _Pass(file.fileno(), by_block, digester)
+    with open(path, "rb", buffering=0) as file:
+        once = _Pass(file.fileno(), by_block)
         for span in in_order:
             if span.is_read_in_place:
                 once.through_block(span.offset)
                 once.into(span)
         once.through_block(sys.maxsize)
-        digest = digester.digest()
     torch.autograd.graph.increment_version([span.target for span in in_order])
-    return digest
-
-
-class _Digester:
-    """xxh3_128 of memory, in the order in which it is given.
-
-    Args:
-        beside: whether a thread of its own does it.
-    """
-
-    def __init__(self, beside: bool) -> None:
-        self._state = xxhash.xxh3_128()
-        self._pool = ThreadPoolExecutor(1, "resilience-digest") if beside else None
-        self._last: Future[None] | None = None
-
-    @property
-    def stretch(self) -> int:
-        """How many bytes are best given at a time."""
-        return BLOCK if self._pool is None else STRETCH
-
-    def add(self, memory: memoryview, *, stays: bool) -> None:
-        """Digest what comes next; later on only where it ``stays`` as it is."""
-        if self._pool is not None and stays:
-            self._last = self._pool.submit(self._state.update, memory)
-        else:
-            self._settle()
-            self._state.update(memory)
-
-    def digest(self) -> str:
-        """Of all that was given."""
-        self._settle()
-        return self._state.hexdigest()
-
-    def _settle(self) -> None:
-        if self._last is not None:
-            self._last.result()
-            self._last = None
-
-    def __enter__(self) -> _Digester:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """On return nothing refers to the memory any more."""
-        if self._pool is not None:
-            self._pool.shutdown()
+    return once.digest
 
 
 class _Pass:
@@ -201,27 +143,31 @@ class _Pass:
     Args:
         fd: the file.
         by_block: what is filled from a block, in the order of the file.
-        digester: gets all of it.
     """
 
-    def __init__(self, fd: int, by_block: Sequence[Span], digester: _Digester) -> None:
+    def __init__(self, fd: int, by_block: Sequence[Span]) -> None:
         self._fd = fd
         self._by_block = deque(by_block)
-        self._digester = digester
+        self._state = xxhash.xxh3_128()
         self._offset = 0
         # A device copies from locked memory at its full speed.
         self._block = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=any(one.target.is_cuda for one in by_block))
         self._view = _memory(self._block.data_ptr(), BLOCK)
 
+    @property
+    def digest(self) -> str:
+        """xxh3_128 of what has been read."""
+        return self._state.hexdigest()
+
     def into(self, span: Span) -> None:
         """Read what comes next into a tensor; less of it where the file ends."""
-        memory, stretch = span.memory, self._digester.stretch
-        while memory and (count := self._read(memory[:stretch], stays=True)):
+        memory = span.memory
+        while memory and (count := self._read(memory[:BLOCK])):
             memory = memory[count:]
 
     def through_block(self, until: int) -> None:
         """Read on until an offset, or to the end, and give what is filled from blocks its part of them."""
-        while self._offset < until and (count := self._read(self._view[: until - self._offset], stays=False)):
+        while self._offset < until and (count := self._read(self._view[: until - self._offset])):
             begin = self._offset - count
             while self._by_block and self._by_block[0].offset < self._offset:
                 self._by_block[0].take(self._block, begin, count)
@@ -229,9 +175,9 @@ class _Pass:
                     break
                 self._by_block.popleft()
 
-    def _read(self, memory: memoryview, *, stays: bool) -> int:
+    def _read(self, memory: memoryview) -> int:
         count = os.preadv(self._fd, [memory], self._offset)
-        self._digester.add(memory[:count], stays=stays)
+        self._state.update(memory[:count])
         self._offset += count
         return count
 

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from lightning_resilience.errors import CheckpointCorrupt, ResilienceError
-from lightning_resilience.filling import has_cores_to_spare, share_memory, takes_bytes, threads_for
+from lightning_resilience.filling import share_memory, takes_bytes, threads_for
 from lightning_resilience.manifest import METADATA, FileEntry
 from lightning_resilience.names import ObjectPath, canonical, canonical_path, key_of
 from lightning_resilience.shard_file import ShardFile
@@ -232,11 +232,9 @@ class CheckpointReader:
     def _check(self, files: Mapping[Path, ShardFile]) -> None:
         """Fill from files, side by side, that are digested on the way."""
         entries, self._unchecked = self._unchecked, {}
-        in_turn = share_memory(span for file in files.values() for span in file.spans)
-        threads = 1 if in_turn else threads_for(len(files))
-        beside = not in_turn and has_cores_to_spare(threads)
+        threads = 1 if share_memory(span for file in files.values() for span in file.spans) else threads_for(len(files))
         with ThreadPoolExecutor(threads, "resilience-read") as pool:
-            told = pool.map(lambda path: files[path].fill_and_check(entries[path], beside=beside), files)
+            told = pool.map(lambda path: files[path].fill_and_check(entries[path]), files)
         if problems := tuple(problem for problem in told if problem is not None):
             raise CheckpointCorrupt(f"{'; '.join(problems)}.", problems=problems)
 

@@ -130,12 +130,11 @@ class ShardFile:
         """What takes bytes as they are."""
         return [copy.span for copy in self._copies if copy.span is not None]
 
-    def fill_and_check(self, entry: FileEntry, *, beside: bool) -> str | None:
-        """Fill what takes bytes as they are, and digest the file on the way; what is wrong with it, if anything.  See
-        ``fill_and_digest`` for the arguments."""
+    def fill_and_check(self, entry: FileEntry) -> str | None:
+        """Fill what takes bytes as they are, and digest the file on the way; what is wrong with it, if anything."""
         spans, _ = split_where_bytes_overlap(self.spans)
         try:
-            digest = fill_and_digest(self.path, spans, beside=beside)
+            digest = fill_and_digest(self.path, spans)
         except OSError as error:
             return unreadable(entry, error)
         self._filled.update(spans)

@@ -156,9 +156,7 @@ def test_nothing_of_a_damaged_checkpoint_is_unpickled(root: Path, monkeypatch: p
 def test_a_resume_reads_each_shard_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     once: list[str] = []
     original = filling.fill_and_digest
-    monkeypatch.setattr(
-        shard_file, "fill_and_digest", lambda path, *of, **how: once.append(path) or original(path, *of, **how)
-    )
+    monkeypatch.setattr(shard_file, "fill_and_digest", lambda path, pieces: once.append(path) or original(path, pieces))
     monkeypatch.setattr(shard_file, "fill", lambda path, pieces: pytest.fail(f"{path} is read again"))
     digested: list[str] = []
     digest_of = LocalTier.digest

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from lightning_resilience import filling, shard_file
-from lightning_resilience import reader as reader_module
 from lightning_resilience.errors import CheckpointCorrupt
 from lightning_resilience.filling import DIRECT, Span
 from lightning_resilience.manifest import FileEntry, digest
@@ -124,24 +123,17 @@ def once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     original = filling.fill_and_digest
 
-    def counted(path: Path, spans: list[Span], **kwargs: bool) -> str:
+    def counted(path: Path, spans: list[Span]) -> str:
         counts.append(len(spans))
-        return original(path, spans, **kwargs)
+        return original(path, spans)
 
     monkeypatch.setattr(shard_file, "fill_and_digest", counted)
     return counts
 
 
-@pytest.fixture(params=[False, True], ids=["in one thread", "beside"])
-def beside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether a thread of its own digests."""
-    monkeypatch.setattr(reader_module, "has_cores_to_spare", lambda threads: request.param)
-    return bool(request.param)
-
-
 @pytest.mark.parametrize("kind", TARGETS)
 def test_what_is_digested_on_the_way_is_read_once_whatever_a_target_is_like(
-    tmp_path: Path, direct: list[int], once: list[int], kind: str, beside: bool
+    tmp_path: Path, direct: list[int], once: list[int], kind: str
 ) -> None:
     make, takes_bytes = TARGETS[kind]
     saved = torch.randn(113, LARGE // 100)
@@ -161,10 +153,9 @@ def test_what_is_digested_on_the_way_is_read_once_whatever_a_target_is_like(
 
 @pytest.mark.parametrize("block", [1, 64, 1000, 1 << 20])
 def test_blocks_of_any_size_fill_tensors_of_any_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, beside: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
     monkeypatch.setattr(filling, "BLOCK", block)
-    monkeypatch.setattr(filling, "STRETCH", 3 * block)
     monkeypatch.setattr(filling, "DIRECT", 300)
     content = bytes(torch.randint(0, 256, (5000,), dtype=torch.uint8).numpy())
     (tmp_path / "file").write_bytes(content)
@@ -176,50 +167,9 @@ def test_blocks_of_any_size_fill_tensors_of_any_size(
         [],
     ):
         targets = [Span(torch.zeros(size, dtype=torch.uint8), offset) for offset, size in spans]
-        assert filling.fill_and_digest(tmp_path / "file", targets, beside=beside) == digest(content)
+        assert filling.fill_and_digest(tmp_path / "file", targets) == digest(content)
         for span in targets:
             assert bytes(span.target.numpy()) == content[span.offset : span.end]
-
-
-def test_tensors_that_share_memory_are_digested_before_the_next_is_filled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path, {"model": {"a": torch.randn(LARGE), "b": torch.randn(LARGE)}})
-    asked: list[bool] = []
-    original = filling.fill_and_digest
-    monkeypatch.setattr(reader_module, "has_cores_to_spare", lambda threads: True)
-    monkeypatch.setattr(
-        shard_file,
-        "fill_and_digest",
-        lambda path, spans, *, beside: asked.append(beside) or original(path, spans, beside=beside),
-    )
-    shared = torch.zeros(LARGE + 10)
-    unchecked(tmp_path).read_into({"model.a": shared[:LARGE], "model.b": shared[10:]})
-    unchecked(tmp_path).read_into({"model.a": torch.zeros(LARGE), "model.b": torch.zeros(LARGE)})
-    assert asked == [False, True]
-
-
-@pytest.mark.parametrize(
-    ("cores", "environment", "threads", "spare"),
-    [
-        (2, {}, 1, True),
-        (2, {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "64"}, 1, True),
-        (2, {"WORLD_SIZE": "2"}, 1, False),
-        (16, {"LOCAL_WORLD_SIZE": "8"}, 1, True),
-        (16, {"LOCAL_WORLD_SIZE": "8"}, 2, False),
-        (1, {}, 1, False),
-        (96, {"LOCAL_WORLD_SIZE": "many"}, 1, False),
-    ],
-)
-def test_a_thread_of_its_own_digests_where_no_other_rank_wants_the_core(
-    monkeypatch: pytest.MonkeyPatch, cores: int, environment: dict[str, str], threads: int, spare: bool
-) -> None:
-    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
-    assert filling.has_cores_to_spare(threads) is spare
 
 
 def test_memory_of_a_device_is_filled_from_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
