@@ -13,12 +13,13 @@ from typing import IO, Any, cast
 
 import torch
 
-from lightning_resilience import store
+from lightning_resilience import durable
 from lightning_resilience.callback import WATCHED
 from lightning_resilience.console import human_size
 from lightning_resilience.errors import CheckpointIncompatible, TierUnavailable
 from lightning_resilience.housekeeping import check_target
 from lightning_resilience.manifest import Manifest
+from lightning_resilience.places import Source
 from lightning_resilience.tiers import LocalTier
 from lightning_resilience.whole import read_whole
 
@@ -38,13 +39,8 @@ def read(tier: LocalTier, name: str, manifest: Manifest, *, weights_only: bool) 
     Raises:
         CheckpointIncompatible: it holds objects of classes that cannot be imported here.
     """
-
-    def locate(file: str) -> Path:
-        entry = manifest.file(file)
-        return tier.path(store.holder(name, entry) if entry is not None else name, file)
-
     try:
-        whole = read_whole(locate, trusted=True, optimizers=not weights_only)
+        whole = read_whole(Source(tier, name, manifest).home, trusted=True, optimizers=not weights_only)
     except (ImportError, AttributeError) as error:
         raise CheckpointIncompatible(
             f"{tier.where(name)!r} holds an object whose class cannot be imported here: {error}.",
@@ -80,7 +76,7 @@ def write(checkpoint: dict[str, Any], file: Path, *, force: bool, tell: Callable
             os.fsync(stream.fileno())
         check_target(file, force=force)
         os.replace(partial, file)
-        LocalTier(file.parent).sync()
+        durable.sync(file.parent)
     except OSError as error:
         raise TierUnavailable(
             f"{str(file)!r} cannot be written: {error.strerror or error}.",
