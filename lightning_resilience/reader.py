@@ -28,13 +28,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from lightning_resilience.errors import CheckpointCorrupt, ResilienceError
+from lightning_resilience.errors import CheckpointCorrupt
 from lightning_resilience.filling import share_memory, takes_bytes, threads_for
 from lightning_resilience.manifest import METADATA, FileEntry
 from lightning_resilience.names import ObjectPath, canonical, canonical_path, key_of
 from lightning_resilience.shard_file import ShardFile
 from lightning_resilience.shards import collector_paused
-from lightning_resilience.store import unreadable
 from lightning_resilience.trusted import load_trusted
 
 OPTIMIZER = re.compile(r"optimizer_\d+")
@@ -205,11 +204,13 @@ class CheckpointReader:
         Raises:
             CheckpointCorrupt: one of those is not what its manifest says, and what was filled from it of no use.
         """
-        by_file: dict[Path, list[tuple[ReadItem, LoadPlanner]]] = {path: [] for path in self._unchecked}
+        where = self.metadata.storage_data
+        by_name: dict[str, list[tuple[ReadItem, LoadPlanner]]] = {}
         for request in requests:
             for item in request.items:
-                path = self._locate(self.metadata.storage_data[item.storage_index].relative_path)
-                by_file.setdefault(path, []).append((item, request.planner))
+                by_name.setdefault(where[item.storage_index].relative_path, []).append((item, request.planner))
+        by_file: dict[Path, list[tuple[ReadItem, LoadPlanner]]] = {path: [] for path in self._unchecked}
+        by_file |= {self._locate(name): wanted for name, wanted in by_name.items()}
         with collector_paused():
             files = {path: self._open(path, wanted) for path, wanted in by_file.items()}
             self._check({path: files[path] for path in self._unchecked})
@@ -219,15 +220,7 @@ class CheckpointReader:
     def _open(self, path: Path, wanted: Iterable[tuple[ReadItem, LoadPlanner]]) -> ShardFile:
         where = self.metadata.storage_data
         in_order = sorted(wanted, key=lambda one: where[one[0].storage_index].offset)
-        try:
-            return ShardFile(path, self.metadata, in_order, plain=self._plain, weights_only=self._weights_only)
-        except ResilienceError:
-            raise  # says already what is wrong
-        except OSError as error:
-            if (entry := self._unchecked.get(path)) is None:
-                raise
-            problem = unreadable(entry, error)
-            raise CheckpointCorrupt(f"{problem}.", problems=(problem,)) from error
+        return ShardFile(path, self.metadata, in_order, plain=self._plain, weights_only=self._weights_only)
 
     def _check(self, files: Mapping[Path, ShardFile]) -> None:
         """Fill from files, side by side, that are digested on the way."""

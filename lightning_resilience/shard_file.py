@@ -8,15 +8,13 @@ with ``torch.load``.
 from __future__ import annotations
 
 import io
-import math
 import mmap
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
-from io import FileIO
+from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,27 +23,22 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from lightning_resilience.errors import CheckpointCorrupt
-from lightning_resilience.filling import Span, fill, fill_and_digest, split_where_bytes_overlap, takes_bytes
+from lightning_resilience.filling import Span, fill, fill_and_digest, locate, split_where_bytes_overlap, takes_bytes
 from lightning_resilience.manifest import FileEntry
 from lightning_resilience.store import digest_problem, unreadable
+from lightning_resilience.stored import Stored
 from lightning_resilience.trusted import load_trusted
-
-_LOCAL_HEADER = b"PK\x03\x04"
-_RECORD = b"/data/0"
-HEAD = 4096
-"""Bytes of a stored tensor in which its elements begin."""
 
 
 @dataclass
 class _Copy:
-    """An item on its way to its target: from ``begin`` in the file where it lies there as it is, in a tensor of the
-    ``shape`` of its chunk; the ``span`` that it is where the target takes its bytes as they are."""
+    """An item on its way to its target, from the chunk that is ``stored``, where that is plain; the ``span`` that it is
+    where the target takes its bytes as they are."""
 
     item: ReadItem
     planner: LoadPlanner
     target: Tensor
-    begin: int = 0
-    shape: tuple[int, ...] = ()
+    stored: Stored | None = None
     span: Span | None = None
 
 
@@ -60,8 +53,6 @@ class ShardFile:
         plain: see ``CheckpointReader``.
         weights_only: see ``load_trusted``.
 
-    Raises:
-        CheckpointCorrupt: there is something else where a tensor should be.
     """
 
     def __init__(
@@ -80,50 +71,34 @@ class ShardFile:
         self._copies: list[_Copy] = []
         self._objects: list[tuple[ReadItem, LoadPlanner]] = []
         self._filled: set[Span] = set()
-        with ExitStack() as opened:
-            file = opened.enter_context(open(path, "rb", buffering=0)) if plain and wanted else None
-            for item, planner in wanted:
-                if item.type == LoadItemType.BYTE_IO:
-                    self._objects.append((item, planner))
-                else:
-                    self._copies.append(self._copy(item, planner, file))
+        self._stored: dict[int, Stored] = {}  # by where it begins
+        for item, planner in wanted:
+            if item.type == LoadItemType.BYTE_IO:
+                self._objects.append((item, planner))
+            else:
+                self._copies.append(self._copy(item, planner))
 
-    def _copy(self, item: ReadItem, planner: LoadPlanner, file: FileIO | None) -> _Copy:
+    def _copy(self, item: ReadItem, planner: LoadPlanner) -> _Copy:
         target = planner.resolve_tensor(item).detach()
-        if file is None or not target.numel():
+        if not self._plain or not target.numel():
             return _Copy(item, planner, target)
-        entry = self._entry(item)
-        copy = _Copy(
-            item, planner, target, self._begin_of(item, file.fileno()), _stored_sizes(entry, item.storage_index)
-        )
-        # Where the part that is wanted lies in the chunk a tensor without memory tells.
-        chunk = torch.empty(copy.shape, dtype=entry.properties.dtype, device="meta")
+        chunk = self._chunk(item)
+        stored = self._stored_at(self._metadata.storage_data[item.storage_index], chunk)
         part = narrow_tensor_by_index(chunk, item.storage_offsets, item.lengths)
-        if takes_bytes(part, target):
-            copy.span = Span(target, copy.begin + int(part.storage_offset()) * part.itemsize)
-        return copy
+        if not takes_bytes(part, target):
+            return _Copy(item, planner, target, stored)
+        return _Copy(item, planner, target, stored, Span(target, stored, int(part.storage_offset()) * part.itemsize))
 
-    def _entry(self, item: ReadItem) -> TensorStorageMetadata:
+    def _chunk(self, item: ReadItem) -> Tensor:
+        """A stored chunk without its elements, which tells where parts of it lie."""
         entry = self._metadata.state_dict_metadata[item.storage_index.fqn]
         assert isinstance(entry, TensorStorageMetadata)
-        return entry
+        return _without_memory(_stored_sizes(entry, item.storage_index), entry.properties.dtype)
 
-    def _begin_of(self, item: ReadItem, fd: int) -> int:
-        """Where the elements of a stored chunk begin."""
-        info, entry = self._metadata.storage_data[item.storage_index], self._entry(item)
-        head = os.pread(fd, min(HEAD, info.length), info.offset)
-        name = head.find(_RECORD)
-        header = head.rfind(_LOCAL_HEADER, 0, max(name, 0))
-        if name < 0 or header < 0:
-            raise CheckpointCorrupt(f"{self.path}: no tensor at byte {info.offset}.")
-        # A local header of ZIP (APPNOTE 4.3.7): 30 bytes, whose last four are the lengths of name and extra field.
-        start = header + 30 + int.from_bytes(head[header + 26 : header + 28], "little")
-        start += int.from_bytes(head[header + 28 : header + 30], "little")
-        size = math.prod(_stored_sizes(entry, item.storage_index)) * entry.properties.dtype.itemsize
-        if start + size > info.length:
-            raise CheckpointCorrupt(f"{self.path}: the tensor at byte {info.offset} is cut short.")
-        begin: int = info.offset + start
-        return begin
+    def _stored_at(self, info: Any, chunk: Tensor) -> Stored:
+        if (stored := self._stored.get(info.offset)) is None:
+            stored = self._stored[info.offset] = Stored(self.path, info.offset, info.length, chunk.nbytes)
+        return stored
 
     @property
     def spans(self) -> list[Span]:
@@ -135,26 +110,36 @@ class ShardFile:
         spans, _ = split_where_bytes_overlap(self.spans)
         try:
             digest = fill_and_digest(self.path, spans)
+        except CheckpointCorrupt as error:
+            return f"{entry.path} has something else than was saved ({error.message.rstrip('.')})"
         except OSError as error:
             return unreadable(entry, error)
         self._filled.update(spans)
         return digest_problem(entry, digest)
 
     def finish(self) -> None:
-        """Fill the rest, and hand out the objects."""
+        """Fill the rest, and hand out the objects.
+
+        Raises:
+            CheckpointCorrupt: there is something else where a tensor should be.
+        """
         in_place = [span for span in self.spans if span.is_in_host_memory and span not in self._filled]
         if in_place:
             fill(self.path, in_place)
             self._filled.update(in_place)
+        locate(self.path, {copy.stored: None for copy in self._copies if copy.stored and self._is_left(copy)})
         for copy in self._copies:
-            if copy.span not in self._filled and copy.target.numel():
-                source = self._mapped_chunk(copy) if self._plain else self._loaded(copy.item)
+            if self._is_left(copy):
+                source = self._loaded(copy.item) if copy.stored is None else self._mapped_chunk(copy.item, copy.stored)
                 copy.target.copy_(narrow_tensor_by_index(source, copy.item.storage_offsets, copy.item.lengths))
             copy.planner.commit_tensor(copy.item, copy.target)
         for item, planner in self._objects:
             stream = self._stream(item)
             load_trusted(stream, self._weights_only)  # the planner loads whatever it is
             planner.load_bytes(item, io.BytesIO(stream))
+
+    def _is_left(self, copy: _Copy) -> bool:
+        return copy.span not in self._filled and copy.target.numel() > 0
 
     @cached_property
     def _mapped(self) -> mmap.mmap:
@@ -163,12 +148,14 @@ class ShardFile:
                 raise CheckpointCorrupt(f"{self.path} is empty.")
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
-    def _mapped_chunk(self, copy: _Copy) -> Tensor:
+    def _mapped_chunk(self, item: ReadItem, stored: Stored) -> Tensor:
         """A view of one stored chunk."""
-        dtype, count = self._entry(copy.item).properties.dtype, math.prod(copy.shape)
-        if copy.begin + count * dtype.itemsize > len(self._mapped):
+        chunk = self._chunk(item)
+        assert stored.begin is not None
+        if stored.begin + stored.size > len(self._mapped):
             raise CheckpointCorrupt(f"{self.path} ends at byte {len(self._mapped)}, in the middle of a tensor.")
-        return torch.frombuffer(self._mapped, dtype=dtype, count=count, offset=copy.begin).view(copy.shape)
+        elements = torch.frombuffer(self._mapped, dtype=chunk.dtype, count=chunk.numel(), offset=stored.begin)
+        return elements.view(chunk.shape)
 
     def _stream(self, item: ReadItem) -> bytes:
         info = self._metadata.storage_data[item.storage_index]
@@ -179,6 +166,11 @@ class ShardFile:
         loaded = torch.load(io.BytesIO(self._stream(item)), map_location="cpu", weights_only=True)
         assert isinstance(loaded, Tensor)
         return loaded
+
+
+@lru_cache
+def _without_memory(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _stored_sizes(entry: TensorStorageMetadata, index: MetadataIndex) -> torch.Size:

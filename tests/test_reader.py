@@ -17,6 +17,7 @@ from lightning_resilience.errors import CheckpointCorrupt
 from lightning_resilience.filling import DIRECT, Span
 from lightning_resilience.manifest import FileEntry, digest
 from lightning_resilience.reader import CheckpointReader
+from lightning_resilience.stored import HEAD, Stored
 from test_shards import write
 
 LARGE = DIRECT // 4
@@ -117,6 +118,13 @@ def unchecked(folder: Path, file: str = "__0_0.distcp") -> CheckpointReader:
     return CheckpointReader(lambda name: folder / name, plain=True, unchecked={folder / file: entry})
 
 
+def span_at(offset: int, target: torch.Tensor) -> Span:
+    """What takes bytes of a file without heads."""
+    stored = Stored(Path("file"), offset, target.nbytes, target.nbytes)
+    stored.begin = offset
+    return Span(target, stored)
+
+
 @pytest.fixture
 def once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tensors were filled while their file was digested, for each of the files."""
@@ -166,10 +174,41 @@ def test_blocks_of_any_size_fill_tensors_of_any_size(
         [(start, 7) for start in range(0, 4990, 8)],
         [],
     ):
-        targets = [Span(torch.zeros(size, dtype=torch.uint8), offset) for offset, size in spans]
+        targets = [span_at(offset, torch.zeros(size, dtype=torch.uint8)) for offset, size in spans]
         assert filling.fill_and_digest(tmp_path / "file", targets) == digest(content)
         for span in targets:
-            assert bytes(span.target.numpy()) == content[span.offset : span.end]
+            assert bytes(span.target.numpy()) == content[span.offset :][: span.size]
+
+
+@pytest.mark.parametrize("block", [HEAD, 5000, 1 << 20])
+@pytest.mark.parametrize("direct_from", [300, 10_000, 1 << 30])
+def test_where_tensors_begin_is_learnt_on_the_way_wherever_a_block_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, direct_from: int
+) -> None:
+    monkeypatch.setattr(filling, "BLOCK", block)
+    monkeypatch.setattr(filling, "DIRECT", direct_from)
+    sizes = [0, 1, 50, 2500, 3, 900, 8, 4096, 1, 7000, 12, 2]
+    saved = {f"{number:02}": torch.randn(size) for number, size in enumerate(sizes)}
+    write(tmp_path, {"model": {**saved, "matrix": torch.arange(6000.0).view(60, 100)}})
+    targets = {f"model.{name}": torch.zeros_like(value) for name, value in saved.items()}
+    reader = unchecked(tmp_path)
+    apart: list[int] = []
+    monkeypatch.setattr(filling, "locate", lambda *where: apart.append(len(where)))
+    reader.read_into(targets)  # the matrix is passed over
+    assert apart == []
+    assert all(torch.equal(targets[f"model.{name}"], value) for name, value in saved.items())
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("mark", [b"PK\x03\x04", b"/data/0"], ids=["a ZIP header", "the name of a record"])
+def test_something_else_where_a_tensor_should_be_is_an_error(tmp_path: Path, checked: bool, mark: bytes) -> None:
+    saved = torch.randn(4 * LARGE)
+    write(tmp_path, {"model": {"w": saved}})
+    path = tmp_path / "__0_0.distcp"
+    reader = open_reader(tmp_path) if checked else unchecked(tmp_path)
+    path.write_bytes(path.read_bytes().replace(mark, bytes(len(mark))))
+    with pytest.raises(CheckpointCorrupt, match=r"__0_0\.distcp.*no tensor at byte"):
+        reader.read_into({"model.w": torch.zeros_like(saved)})
 
 
 def test_memory_of_a_device_is_filled_from_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +216,7 @@ def test_memory_of_a_device_is_filled_from_blocks(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(filling, "BLOCK", 1000)
     saved = torch.randn(70_000).to(torch.bfloat16)
     (tmp_path / "file").write_bytes(b"xyz" + bytes(saved.view(torch.uint8).numpy()))
-    span = Span(torch.zeros(70_000, dtype=torch.bfloat16), 3)
+    span = span_at(3, torch.zeros(70_000, dtype=torch.bfloat16))
     assert span.is_read_in_place
     span.is_in_host_memory = False
     assert not span.is_read_in_place
