@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 from lightning_resilience.errors import SetupError
 from lightning_resilience.loss_trend import MOST, LossTrend
 from lightning_resilience.manifest import MILESTONE
+from lightning_resilience.numeric import is_number
 from lightning_resilience.schedule import Decider, Decision, Progress, Schedule, check_seconds, check_window
 
 EARLIEST, LATEST = 0.7, 1.4
@@ -76,10 +77,9 @@ class AdaptiveSchedule(Schedule):
     prior_mtbf_seconds: float = 86400.0
 
     def __post_init__(self) -> None:
-        overhead: object = self.max_overhead
-        if isinstance(overhead, bool) or not isinstance(overhead, (int, float)) or not 0 < overhead < 1:
+        if not is_number(self.max_overhead) or not 0 < self.max_overhead < 1:
             raise SetupError(
-                f"AdaptiveSchedule(max_overhead={overhead!r}): a share between 0 and 1 is wanted.",
+                f"AdaptiveSchedule(max_overhead={self.max_overhead!r}): a share between 0 and 1 is wanted.",
                 hint="0.01 lets saves take one percent of the time.",
             )
         check_seconds("AdaptiveSchedule", "rpo_seconds", self.rpo_seconds)

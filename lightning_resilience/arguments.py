@@ -18,6 +18,7 @@ from lightning_resilience.divergence import Rollback
 from lightning_resilience.errors import SetupError
 from lightning_resilience.fsspec_objects import FsspecObjects
 from lightning_resilience.manifest import EXTENSION, PARTIAL, REMOVED
+from lightning_resilience.numeric import is_number, is_whole
 from lightning_resilience.objects import Objects, open_objects
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.retention import Keep
@@ -232,6 +233,6 @@ def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
 
 
 def check_number(name: str, value: object, *, least: float, whole: bool = False) -> None:
-    kinds = (int,) if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value < math.inf:
+    is_one = is_whole if whole else is_number
+    if not is_one(value, least) or value == math.inf:
         raise SetupError(f"{name}={value!r}: a {'whole ' if whole else ''}number of {least:g} or more is wanted.")

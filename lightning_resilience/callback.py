@@ -56,12 +56,9 @@ from lightning_resilience.standings import best_first
 from lightning_resilience.store import list_checkpoints
 from lightning_resilience.tiers import LocalTier
 from lightning_resilience.urls import shown
-from lightning_resilience.watch import LOSS_KEY
+from lightning_resilience.watch import LOSS_KEY, WATCHED
 
 log = logging.getLogger("lightning_resilience")
-
-WATCHED = "lightning_resilience"
-"""Key of what was watched, in a Trainer's checkpoint."""
 
 
 class ResilientCheckpoint(ModelCheckpoint):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_resilience.errors import SetupError
+from lightning_resilience.numeric import is_whole
 
 WINDOW = 100
 """Losses that a course is made of."""
@@ -148,7 +149,7 @@ class Rollback:
     def __post_init__(self) -> None:
         for name, least in (("patience", 1), ("skip_batches", 0), ("most", 1)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if not is_whole(value, least):
                 raise SetupError(f"Rollback({name}={value!r}): a whole number, {least} or more, is wanted.")
         if self.patience >= SETTLES * WINDOW:
             raise SetupError(

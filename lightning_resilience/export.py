@@ -14,13 +14,13 @@ from typing import IO, Any, cast
 import torch
 
 from lightning_resilience import durable
-from lightning_resilience.callback import WATCHED
 from lightning_resilience.console import human_size
 from lightning_resilience.errors import CheckpointIncompatible, TierUnavailable
 from lightning_resilience.housekeeping import check_target
 from lightning_resilience.manifest import Manifest
 from lightning_resilience.places import Source
 from lightning_resilience.tiers import LocalTier
+from lightning_resilience.watch import WATCHED
 from lightning_resilience.whole import read_whole
 
 TRAINING = ("optimizer_states", "lr_schedulers", "callbacks", "loops", WATCHED)

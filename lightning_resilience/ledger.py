@@ -38,6 +38,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_resilience.numeric import is_number
 from lightning_resilience.useful import Useful
 
 log = logging.getLogger("lightning_resilience")
@@ -162,9 +163,7 @@ def _carried(life: Life) -> Line:
 
 def _number(value: object) -> float:
     """A number from a file that anybody may have written to; 0 for anything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
-        return 0.0
-    return float(value)
+    return float(value) if is_number(value, 0) and value <= sys.float_info.max else 0.0
 
 
 def read(folder: str | os.PathLike[str]) -> Record:

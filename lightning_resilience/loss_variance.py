@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_resilience.errors import SetupError
+from lightning_resilience.numeric import is_number
 from lightning_resilience.schedule import Decider, Decision, Progress, Schedule, check_seconds, check_window
 
 
@@ -39,7 +40,7 @@ class LossVariance(Schedule):
 
     def __post_init__(self) -> None:
         for name, value in (("threshold", self.threshold), ("near_best", self.near_best)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0):
+            if value is not None and not is_number(value, 0):
                 raise SetupError(f"LossVariance({name}={value!r}): a number from 0 is wanted, or None.")
         if self.threshold is None and self.near_best is None:
             raise SetupError(

@@ -30,6 +30,7 @@ from typing import Any
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_resilience.errors import SetupError
+from lightning_resilience.numeric import is_whole
 from lightning_resilience.ranks import Board, Ranks
 
 log = logging.getLogger("lightning_resilience")
@@ -108,7 +109,7 @@ def check_signals(signals: object) -> tuple[int, ...]:
 def _number(one: object) -> int:
     names = {signum.name: int(signum) for signum in signal.Signals}
     number = names.get(one if one.startswith("SIG") else f"SIG{one}") if isinstance(one, str) else one
-    if isinstance(number, bool) or not isinstance(number, int) or number not in signal.valid_signals():
+    if not is_whole(number) or number not in signal.valid_signals():
         raise SetupError(f"signals: {one!r} is not a signal of this system.", hint="Try 'SIGTERM' or 'SIGUSR1'.")
     if number in _UNFIT:
         why = "can be handled by no process" if number in _UNCATCHABLE else "tells of a crash, or of a child's end"

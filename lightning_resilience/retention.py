@@ -24,6 +24,7 @@ from lightning_resilience.manifest import (
     Manifest,
     newest_first,
 )
+from lightning_resilience.numeric import is_whole
 
 
 @dataclass(frozen=True)
@@ -48,26 +49,24 @@ class Keep:
     marked: int = 1
 
     def __post_init__(self) -> None:
-        if isinstance(self.last, bool) or not isinstance(self.last, int) or (self.last < 1 and self.last != -1):
+        if not is_whole(self.last, -1) or self.last == 0:
             raise SetupError(
                 f"Keep(last={self.last!r}): at least the newest checkpoint stays.",
                 hint="Use a number from 1, or -1 to keep all.",
             )
-        if self.top_k is not None and (
-            isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < -1
-        ):
+        if self.top_k is not None and not is_whole(self.top_k, -1):
             raise SetupError(f"Keep(top_k={self.top_k!r}): a number from 0 is wanted, or -1 to keep all.")
         if isinstance(self.milestones, (list, tuple)):
             object.__setattr__(self, "milestones", tuple(self.milestones))
         steps = self.milestones if isinstance(self.milestones, tuple) else (self.milestones,)
-        if self.milestones is not None and not all(_is_count(step) for step in steps):
+        if self.milestones is not None and not all(is_whole(step, 1) for step in steps):
             raise SetupError(
                 f"Keep(milestones={self.milestones!r}): a number of steps is wanted, or a list of steps.",
                 hint="Use milestones=10_000, or milestones=[1000, 50_000].",
             )
-        if self.max_bytes is not None and not _is_count(self.max_bytes):
+        if self.max_bytes is not None and not is_whole(self.max_bytes, 1):
             raise SetupError(f"Keep(max_bytes={self.max_bytes!r}): a number of bytes is wanted.")
-        if isinstance(self.marked, bool) or not isinstance(self.marked, int) or self.marked < 0:
+        if not is_whole(self.marked, 0):
             raise SetupError(f"Keep(marked={self.marked!r}): a number of checkpoints is wanted, 0 or more.")
 
 
@@ -117,10 +116,6 @@ def described(keep: Keep, ranking: Ranking | None) -> str:
 
 def _the_newest(count: int) -> str:
     return "the newest" if count == 1 else f"the newest {count}"
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 @dataclass(frozen=True)
@@ -242,7 +237,7 @@ def last_good(manifests: Mapping[str, Manifest], off_since: int) -> str | None:
 def _of_a_spike(newest: Manifest, manifests: Mapping[str, Manifest]) -> str | None:
     """The last good checkpoint, where the newest one says that it was saved while the loss was off its course."""
     off_since = newest.extra.get(OFF_SINCE)
-    if isinstance(off_since, bool) or not isinstance(off_since, int):
+    if not is_whole(off_since):
         return None
     return last_good({name: one for name, one in manifests.items() if one.run == newest.run}, off_since)
 

@@ -23,6 +23,7 @@ from datetime import timedelta
 from typing import Any
 
 from lightning_resilience.errors import SetupError
+from lightning_resilience.numeric import is_number, is_whole
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class EverySteps(Schedule):
     n: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:
+        if not is_whole(self.n, 1):
             raise SetupError(
                 f"EverySteps(n={self.n!r}): n is a number of steps, 1 or more.", hint="Try EverySteps(1000)."
             )
@@ -143,7 +144,7 @@ class EverySeconds(Schedule):
         seconds: object = self.seconds
         if isinstance(seconds, timedelta):
             object.__setattr__(self, "seconds", seconds.total_seconds())
-        elif isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        elif not is_number(seconds):
             raise SetupError(f"EverySeconds(seconds={seconds!r}): a number of seconds is wanted.")
         if not 0 <= self.seconds < float("inf"):
             raise SetupError(
@@ -252,13 +253,13 @@ def check_schedule(schedule: object) -> None:
 
 def check_seconds(rule: str, name: str, value: object, *, above: float = 0.0) -> None:
     """Raise SetupError unless ``value`` is a finite number larger than ``above``."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not above < value < math.inf:
+    if not is_number(value) or not above < value < math.inf:
         raise SetupError(f"{rule}({name}={value!r}): a finite number of seconds larger than {above:g} is wanted.")
 
 
 def check_window(rule: str, window: object) -> None:
     """Raise SetupError unless ``window`` is a number of losses."""
-    if isinstance(window, bool) or not isinstance(window, int) or window < 2:
+    if not is_whole(window, 2):
         raise SetupError(f"{rule}(window={window!r}): a number of losses is wanted, 2 or more.", hint="Try window=100.")
 
 

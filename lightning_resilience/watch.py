@@ -26,6 +26,8 @@ from lightning_resilience.schedule import Progress, Schedule
 from lightning_resilience.telemetry import Cost, Telemetry, before
 from lightning_resilience.useful import Useful
 
+WATCHED = "lightning_resilience"
+"""Key of it in a Trainer's checkpoint."""
 LOSS_KEY = "loss"
 """Lightning's own name of the loss."""
 BLIND = 100
