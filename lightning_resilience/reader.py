@@ -328,14 +328,18 @@ class CheckpointReader:
 def _canonical_metadata(metadata: Metadata) -> Metadata:
     paths = metadata.planner_data or {}
     names = {key: _canonical_key(key, paths.get(key)) for key in metadata.state_dict_metadata}
+    renamed = {key: name for key, name in names.items() if key != name}
     return dataclasses.replace(
         metadata,
         state_dict_metadata={names[key]: entry for key, entry in metadata.state_dict_metadata.items()},
         planner_data={names[key]: canonical_path(path) for key, path in paths.items() if key in names} or None,
+        # As long as there are ranks and tensors; mostly there is nothing to do.
         storage_data={
-            dataclasses.replace(index, fqn=names.get(index.fqn, index.fqn)): info
+            dataclasses.replace(index, fqn=renamed[index.fqn]) if index.fqn in renamed else index: info
             for index, info in metadata.storage_data.items()
-        },
+        }
+        if renamed
+        else metadata.storage_data,
     )
 
 
