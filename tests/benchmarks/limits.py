@@ -6,11 +6,12 @@ ranks hold alike, each copies and writes its even share, and each reads all of i
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
@@ -48,8 +49,6 @@ class Limits:
             view = whole[self.share : self.share + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             self._targets.append(view)
             self.share += tensor.nbytes
-        self._to_read = self._folder / "read"
-        self._write(self._to_read, self._size, 0)
 
     def operations(self) -> dict[str, Callable[[], object]]:
         """What is measured, by name.  Variants of one limit are ``limit/variant``: the fastest of them is the limit."""
@@ -58,12 +57,9 @@ class Limits:
             "hash": lambda: xxhash.xxh3_128(self._buffer[: self.share]).digest(),
             "write/buffered": lambda: self._write(self._folder / "written", self.share, 0),
             "write/direct": lambda: self._write(self._folder / "written", self.share, os.O_DIRECT),
-            "read/1 thread": lambda: self._read(1),
         }
         if not self._takes_direct():
             del operations["write/direct"]
-        if self._threads > 1:
-            operations[f"read/{self._threads} threads"] = lambda: self._read(self._threads)
         return operations
 
     def tidy(self) -> None:
@@ -92,22 +88,27 @@ class Limits:
         finally:
             os.close(fd)
 
-    def _read(self, threads: int) -> None:
-        """Read a file that is in the page cache into the buffer."""
-        fd = os.open(self._to_read, os.O_RDONLY)
+    def reads(self, files: Sequence[Path]) -> dict[str, Callable[[], object]]:
+        """Reading files into the buffer, by name.  How fast that is depends on how the page cache holds them, so it is
+        measured with the very files that are restored from."""
+        reads: dict[str, Callable[[], object]] = {"read/1 thread": lambda: self._read(files, 1)}
+        if self._threads > 1:
+            reads[f"read/{self._threads} threads"] = lambda: self._read(files, self._threads)
+        return reads
 
-        def part(start: int) -> None:
-            stop = min(start + BLOCK, self._size)
-            while start < stop:
-                start += os.preadv(fd, [self._buffer[start:stop]], start)
+    def _read(self, files: Sequence[Path], threads: int) -> None:
+        with ExitStack() as opened, ThreadPoolExecutor(threads) as pool:
+            blocks: list[tuple[int, int, int]] = []
+            for file in files:
+                stream = opened.enter_context(open(file, "rb", buffering=0))
+                size = os.fstat(stream.fileno()).st_size
+                blocks += [(stream.fileno(), start, min(start + BLOCK, size)) for start in range(0, size, BLOCK)]
+            # What files have beyond the state goes over the first bytes again.
+            places = range(max(self._size // BLOCK, 1))
+            list(pool.map(self._read_block, blocks, itertools.cycle(place * BLOCK for place in places)))
 
-        starts = range(0, self._size, BLOCK)
-        try:
-            if threads == 1:
-                for start in starts:
-                    part(start)
-            else:
-                with ThreadPoolExecutor(threads) as pool:
-                    list(pool.map(part, starts))
-        finally:
-            os.close(fd)
+    def _read_block(self, block: tuple[int, int, int], place: int) -> None:
+        fd, start, stop = block
+        into = self._buffer[place:][: stop - start]
+        while into and (count := os.preadv(fd, [into], start)):
+            into, start = into[count:], start + count

@@ -145,8 +145,11 @@ class _Measurement:
 
     def _restore(self, route: Route, samples: dict[str, list[float]], check: bool) -> None:
         saved = self.state.digest() if check else None
-        for path in [route.path] if route.path.is_file() else sorted(route.path.iterdir()):
-            path.read_bytes()  # whoever wrote it, it is in the page cache now
+        files = [route.path] if route.path.is_file() else sorted(route.path.iterdir())
+        for file in files:
+            file.read_bytes()  # whoever wrote it, it is in the page cache now
+        for name, read in self.limits.reads(files).items():
+            samples[name].append(timed(read))
         self.state.wipe()
         total = 0.0
         for name, step in route.restore().items():

@@ -17,7 +17,7 @@ steps slower        how much longer a step takes while a save is in the backgrou
 durable             seconds from the call until the bytes survive power loss ÷ writing and syncing the rank's share in
                     large blocks, buffered or direct, whichever is faster
 restore             seconds to find the newest checkpoint, to fill the existing tensors and to check what they get ÷
-                    reading the same bytes into memory that is there; files are in the page cache for both
+                    reading the same files into memory that is there; they are in the page cache for both
 recall              the same, from what a killed process left in memory
 memory              most that the process, and processes it started, held beyond the state ÷ the state
 ==================  ===================================================================================================
@@ -144,7 +144,7 @@ def measure_ranks(
         "threads": options.threads,
         "tensors": tensors,
         "seconds": time.monotonic() - begin,
-        "limits": limits(samples),
+        "limits": limits(samples, routes[0]),
         "routes": {name: summary(samples, name) for name in routes},
         "samples": samples,
     }
@@ -161,10 +161,15 @@ def slowest(results: Sequence[Samples]) -> Samples:
     }
 
 
-def limits(samples: Samples) -> dict[str, float]:
+def variants(samples: Samples, route: str) -> dict[str, list[float]]:
+    """What limits were measured, all of them with the same bytes, and reading with a route's own files."""
+    return samples["limits"] | {name: values for name, values in samples[route].items() if name.startswith("read/")}
+
+
+def limits(samples: Samples, route: str) -> dict[str, float]:
     """Each limit: the median of its fastest variant.  Seconds, and bytes of ``state`` and of a rank's ``share``."""
     best: dict[str, float] = {}
-    for name, values in samples["limits"].items():
+    for name, values in variants(samples, route).items():
         limit = name.partition("/")[0]
         best[limit] = min(statistics.median(values), best.get(limit, float("inf")))
     return best
@@ -173,7 +178,7 @@ def limits(samples: Samples) -> dict[str, float]:
 def summary(samples: Samples, route: str) -> dict[str, float]:
     """A route's medians: seconds as ``… s``, and ratios by column."""
     medians = {quantity: statistics.median(values) for quantity, values in samples[route].items()}
-    best = limits(samples)
+    best = limits(samples, route)
     result = {
         column: medians[quantity] / best[limit] for column, (quantity, limit) in COLUMNS.items() if quantity in medians
     }
@@ -184,15 +189,15 @@ def summary(samples: Samples, route: str) -> dict[str, float]:
 
 def print_table(run: dict[str, Any]) -> None:
     best, samples = run["limits"], run["samples"]
-    variants = ", ".join(
+    measured = ", ".join(
         f"{name} {statistics.median(values) * 1e3:.0f} ms"
-        for name, values in samples["limits"].items()
+        for name, values in variants(samples, next(iter(run["routes"]))).items()
         if name not in ("share", "state")
     )
     print(
         f"\n{run['ranks']} rank(s) × {run['threads']} thread(s), state {best['state'] / 2**20:.0f} MiB in"
         f" {run['tensors']} tensors, share of a rank {best['share'] / 2**20:.0f} MiB; {run['seconds']:.0f} s\n"
-        f"limits: {variants}\n"
+        f"limits: {measured}\n"
     )
     headings = [f"{name} ÷ {limit}" for name, (_, limit) in COLUMNS.items()]
     print(f"| {'route':20} | {' | '.join(headings)} | steps slower |")
@@ -206,7 +211,8 @@ def print_table(run: dict[str, Any]) -> None:
         print(f"| {name:20} | {row} |")
     ours = run["routes"].get(OURS)
     if ours is not None:
-        find, read = (ours[f"restore/{part} s"] / best["read"] for part in ("find", "read"))
+        raw = limits(samples, OURS)["read"]
+        find, read = (ours[f"restore/{part} s"] / raw for part in ("find", "read"))
         print(f"\n{OURS}: restore = find {find:.2f} + read {read:.2f}", flush=True)
 
 
