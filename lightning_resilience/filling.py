@@ -151,7 +151,8 @@ class _Pass:
         self._state = xxhash.xxh3_128()
         self._offset = 0
         # A device copies from locked memory at its full speed.
-        self._block = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=any(one.target.is_cuda for one in by_block))
+        is_locked = any(one.target.is_cuda for one in by_block)
+        self._block = torch.empty(BLOCK, dtype=torch.uint8, device="cpu", pin_memory=is_locked)
         self._view = _memory(self._block.data_ptr(), BLOCK)
 
     @property
