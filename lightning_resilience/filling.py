@@ -187,7 +187,8 @@ class _Pass:
         self._fd = fd
         self._state = xxhash.xxh3_128()
         # A device copies from locked memory at its full speed.
-        self._block = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=any(span.target.is_cuda for span in spans))
+        is_locked = any(span.target.is_cuda for span in spans)
+        self._block = torch.empty(BLOCK, dtype=torch.uint8, device="cpu", pin_memory=is_locked)
         self._view = _memory(self._block.data_ptr(), BLOCK)
         self._begin = self._end = 0  # of the block in the file; up to its end everything is digested
         # What is read in place should not be in a block.

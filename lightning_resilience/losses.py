@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 TOGETHER = 16
 """Losses that are handed on at once; fewer where they come slowly."""
@@ -47,6 +48,10 @@ class LossStream:
             if loss.numel() != 1 or loss.is_complex():
                 return False
             loss = loss.detach() if loss.requires_grad else loss
+            if isinstance(loss, DTensor):
+                if not all(placement.is_replicate() for placement in loss.placements):
+                    return False  # this rank has a part of it, and the ranks would have to meet for the rest
+                loss = loss.to_local()
             if loss.is_cuda:
                 self._send(loss, step)
             elif not loss.is_meta:
@@ -59,7 +64,7 @@ class LossStream:
 
     def _send(self, loss: Tensor, step: int) -> None:
         if self._pinned is None:
-            self._pinned = torch.empty(SLOTS, dtype=torch.float32, pin_memory=True)
+            self._pinned = torch.empty(SLOTS, dtype=torch.float32, device="cpu", pin_memory=True)
             self._events = [torch.cuda.Event() for _ in range(SLOTS)]  # type: ignore[no-untyped-call]
         if len(self._under_way) == SLOTS:
             return

@@ -119,7 +119,10 @@ def named_optimizer(
         state: dict[Any, Any] = {numbers[n]: value for n, value in saved["state"].items() if n in numbers}
         state |= {name: value for name, value in saved["state"].items() if name in unknown}
         live_groups = [
-            {**group, "params": [numbers[names[parameter]] for parameter in live["params"]]}
+            {
+                **{name: _beside(value, live.get(name)) for name, value in group.items()},
+                "params": [numbers[names[parameter]] for parameter in live["params"]],
+            }
             for group, live in zip(groups, optimizer.param_groups, strict=True)
         ]
         optimizer.load_state_dict({**saved, "state": state, "param_groups": live_groups})
@@ -127,6 +130,19 @@ def named_optimizer(
         _undo_casts(optimizer, {by_name[name]: value for name, value in saved["state"].items() if name in by_name})
 
     return Part([tree.request], install)
+
+
+def _beside(saved: Any, live: Any) -> Any:
+    """An option of a group; where it is a tensor (a learning rate, say), on the device of the one that it replaces."""
+    return saved.to(live.device) if isinstance(saved, Tensor) and isinstance(live, Tensor) else saved
+
+
+def steps_to_host(optimizer: Mapping[str, Any]) -> None:
+    """Have the step counters of a state dict in host memory, where optimizers have them that do not ask for a device's;
+    those get them there on loading.  From a device each step would wait for each of them."""
+    for entry in optimizer["state"].values():
+        if isinstance(entry, dict) and isinstance(step := entry.get("step"), Tensor):
+            entry["step"] = step.cpu()
 
 
 def _check_owners(

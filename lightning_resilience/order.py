@@ -142,15 +142,15 @@ def draw(order: Order, loader: Any) -> Tensor | None:
         sampler = _base(order["base"], loader)
         if sampler is None:
             return None
-        base = torch.tensor(list(sampler), dtype=torch.int64)
+        base = torch.tensor(list(sampler), dtype=torch.int64, device="cpu")
     distributed = order["distributed"]
     if distributed is None:
         return base
     if distributed["shuffle"]:
         generator = torch.Generator().manual_seed(distributed["seed"] + distributed["epoch"])
-        places = torch.randperm(order["length"], generator=generator)
+        places = torch.randperm(order["length"], generator=generator, device="cpu")
     else:
-        places = torch.arange(order["length"])
+        places = torch.arange(order["length"], device="cpu")
     return places if base is None else base[places]
 
 

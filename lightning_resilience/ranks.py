@@ -88,13 +88,13 @@ class Ranks:
         """The largest of each value over all ranks."""
         if self.world_size == 1:
             return list(values)
-        tensor = torch.tensor(values, dtype=torch.int64)
+        tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
         return [int(value) for value in tensor.tolist()]
 
     def start_max(self, *values: int) -> PendingMax:
         """``any_max`` that does not wait; ask the returned handle for the answer some steps later."""
-        tensor = torch.tensor(values, dtype=torch.int64)
+        tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
         work = None
         if self.world_size > 1:
             work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
@@ -156,7 +156,7 @@ class Ranks:
             size, failed = sizes[source], None
             assert isinstance(size, int)
             for start in range(0, size, BLOCK):
-                block = torch.empty(min(BLOCK, size - start), dtype=torch.uint8)
+                block = torch.empty(min(BLOCK, size - start), dtype=torch.uint8, device="cpu")
                 # The others go on whatever fails here, so this rank takes part to the end.
                 failed = failed or _error_of(partial(end.read, block.numpy().data))
                 if self._group is not None:

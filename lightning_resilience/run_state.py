@@ -30,16 +30,18 @@ LARGEST_OWN_BUFFER = 2**20
 def capture(*, cuda: bool = True) -> RankState:
     """The generators of this process as they are now: Python, NumPy, torch on the CPU and on its CUDA device.
 
-    Other devices are left alone: asking for their state would put a context of this process on each of them.
+    Other devices are left alone: asking for their state would put a context of this process on each of them.  So
+    is CUDA where this process has not used it so far: after that, loader workers that are forked could not.
 
     Args:
         cuda: whether this process may use CUDA; a forked loader worker may not.
     """
+    uses_cuda: bool = cuda and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return {
         "python": random.getstate(),
         "numpy": _numpy_state(),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if cuda and torch.cuda.is_available() else None,
+        "cuda": torch.cuda.get_rng_state() if uses_cuda else None,
     }
 
 

@@ -109,7 +109,7 @@ class Skeleton:
 
     @classmethod
     def of(cls, dtype: torch.dtype, shape: Sequence[int]) -> Skeleton:
-        template = torch.empty(tuple(shape), dtype=dtype)
+        template = torch.empty(tuple(shape), dtype=dtype, device="cpu")
         capture = _Capture(template.numel() * template.element_size())
         with _without_checksums():
             torch.save(template, capture)  # type: ignore[arg-type]  # a file that can only be written

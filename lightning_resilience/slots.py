@@ -41,6 +41,7 @@ TMPFS = Path("/dev/shm")
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap has no name for it
 _MAP_AT_ONCE = 4 * 2**20  # bytes; the call holds the interpreter's lock
 _MAP_FIXED = 0x10
+_PORTABLE = 1  # cudaHostRegisterPortable: for all devices of the process
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -136,7 +137,7 @@ class Slot:
             if begin == end:
                 continue
             address = self.address + begin
-            if error := int(cuda_runtime().cudaHostRegister(address, end - begin, 0)):
+            if error := int(cuda_runtime().cudaHostRegister(address, end - begin, _PORTABLE)):
                 forget_cuda_error()
                 log.warning(
                     "event=memory reason='the slot cannot be locked for CUDA (error %d): copies are slower'", error

@@ -103,10 +103,23 @@ def copy_at_once(copies: Copies) -> None:
     devices = copies.devices
     # Of other devices nothing is known that could be waited for.
     at_once = not all(device.type in OVERLAPPING for device in devices)
-    torch._foreach_copy_(copies.targets, copies.sources, non_blocking=not at_once)
+    if not at_once and any(device.type == "cuda" for device in devices):
+        _put_on_stream(copies.targets, copies.sources)
+    else:
+        torch._foreach_copy_(copies.targets, copies.sources, non_blocking=not at_once)
     for device in devices:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
+
+
+def _put_on_stream(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Have a device copy, without waiting for it.
+
+    What is another tensor seen differently (conjugated, negated) is made what it is seen as before: torch would do that
+    to the target, on the host, when the copy has not landed yet.
+    """
+    seen = [one.resolve_conj().resolve_neg() if one.is_conj() or one.is_neg() else one for one in sources]
+    torch._foreach_copy_(list(targets), seen, non_blocking=True)
 
 
 class Lane(Protocol):
@@ -229,31 +242,38 @@ def _is_large(tensor: Tensor) -> bool:
 
 class CudaLane:
     """Sources on a CUDA device: copies are put on a stream of their own, after what the training stream has to do for
-    this step, and the training stream waits for them before the next."""
+    this step, and the training stream waits for them before the next.
+
+    A thread begins with the first device as its own, and a call of the runtime puts a context there, which takes
+    hundreds of MiB of another rank's memory.  So threads other than the training's name the device before any call.
+    """
 
     def __init__(self, device: torch.device, now: Copies, later: Copies) -> None:
         self._device, self._later, self._now = device, later, now
         self._cancelled = False
         with torch.no_grad():
             if now.sources:
-                torch._foreach_copy_(now.targets, now.sources, non_blocking=True)
+                _put_on_stream(now.targets, now.sources)
         self._stream = copy_stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        # Threads that wait for it sleep: by default they would each keep a core busy.
+        self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._on_its_way = threading.Event()
 
     @torch.no_grad()
     def run(self) -> None:
         targets, sources = self._later.targets, self._later.sources
         try:
-            with torch.cuda.stream(self._stream):
-                for begin in range(0, len(sources), MANY):
-                    if self._cancelled:
-                        break
-                    points.reach("stage.piece")
-                    several = slice(begin, begin + MANY)
-                    torch._foreach_copy_(targets[several], sources[several], non_blocking=True)
-                self._copied.record(self._stream)
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                try:
+                    for begin in range(0, len(sources), MANY):
+                        if self._cancelled:
+                            break
+                        points.reach("stage.piece")
+                        several = slice(begin, begin + MANY)
+                        _put_on_stream(targets[several], sources[several])
+                finally:
+                    self._copied.record(self._stream)
         finally:
             self._on_its_way.set()
 
@@ -264,14 +284,16 @@ class CudaLane:
         torch.cuda.current_stream(self._device).wait_event(self._copied)
 
     def settle(self) -> None:
-        self._copied.synchronize()
+        with torch.cuda.device(self._device):
+            self._copied.synchronize()
 
     def await_below(self, address: int) -> None:
         self._on_its_way.wait()
-        self._copied.synchronize()
+        self.settle()
 
     def cancel(self) -> None:
         self._cancelled = True
+        self._on_its_way.set()
 
 
 @lru_cache
@@ -318,10 +340,14 @@ class Staging:
             try:
                 for lane in self._lanes:
                     lane.run()
+            except BaseException:
+                for lane in self._lanes:
+                    lane.cancel()  # nobody waits for those whose turn does not come
+                raise
             finally:
                 self._on_its_way.set()
-            for lane in self._lanes:
-                lane.settle()
+                for lane in self._lanes:
+                    lane.settle()  # where one has failed, too: a device still writes what it was told to
             if self._cancelled:
                 raise SaveFailed("The copy of the state was given up.", stage="stage")
             self._close()

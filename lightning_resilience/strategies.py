@@ -41,6 +41,7 @@ from lightning_resilience.named_optimizers import (
     named_optimizer,
     named_optimizer_state,
     raw_optimizer,
+    steps_to_host,
     without_gaps,
 )
 from lightning_resilience.names import canonical
@@ -311,7 +312,9 @@ class FSDPFamily(PlainFamily):
             saved.setdefault("state", {})
             saved = {"state": named_by_position(self.module, saved), "param_groups": saved["param_groups"]}
             with self._sharded():
-                optimizer.load_state_dict(FSDP.optim_state_dict_to_load(self._wrapped, optimizer, saved))
+                native = FSDP.optim_state_dict_to_load(self._wrapped, optimizer, saved)
+                steps_to_host(native)  # torch has read them to the device
+                optimizer.load_state_dict(native)
 
         return Part(later.requests, install)
 

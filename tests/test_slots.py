@@ -26,6 +26,7 @@ class Runtime:
         self._calls = 0
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        assert flags == 1  # portable: it is locked for all devices
         self._calls += 1
         if self._calls >= self.refused:
             return 2

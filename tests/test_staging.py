@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -232,6 +232,9 @@ class Stream:
 
 
 class Event:
+    def __init__(self, **_: bool) -> None:
+        pass
+
     def record(self, stream: Stream) -> None:
         self.recorded = stream, len(stream.work)
 
@@ -255,9 +258,14 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     def copy(targets: list[Tensor], sources: list[Tensor], non_blocking: bool) -> None:
         assert non_blocking
         pairs = list(zip(targets, sources, strict=True))
-        device.current.work.append(lambda: [target.copy_(source) for target, source in pairs])
+        device.current.work.append(lambda: [_memory_of(target).copy_(_memory_of(source)) for target, source in pairs])
+        for target, source in pairs:  # torch does the rest at once, on the host
+            if source.is_conj():
+                target.conj_physical_()
+            if source.is_neg():
+                target.neg_()
 
-    cuda = SimpleNamespace(current_stream=lambda _: device.current, stream=on, Event=Event)
+    cuda = SimpleNamespace(current_stream=lambda _: device.current, stream=on, Event=Event, device=nullcontext)
     monkeypatch.setattr(
         staging, "torch", SimpleNamespace(cuda=cuda, no_grad=torch.no_grad, _foreach_copy_=copy, device=torch.device)
     )
@@ -288,6 +296,90 @@ def test_a_device_copies_after_the_last_step_and_before_the_next(device: Any, fi
     assert torch.equal(saved_buffer, torch.ones(3))
     assert torch.equal(weight, torch.full((3,), 2.0))
     assert torch.equal(buffer, torch.full((3,), 2.0))
+
+
+def _memory_of(tensor: Tensor) -> Tensor:
+    """What lies there, without how it is seen."""
+    tensor = torch._conj(tensor) if tensor.is_conj() else tensor
+    return torch._neg_view(tensor) if tensor.is_neg() else tensor
+
+
+@pytest.mark.parametrize("behind", [True, False])
+@pytest.mark.parametrize("view", [torch.conj, lambda value: value.conj().imag])
+def test_a_device_copies_what_is_seen(device: Any, view: Callable[[Tensor], Tensor], behind: bool) -> None:
+    source = view(torch.randn(5, dtype=torch.complex64))
+    copies = Copies(["w"], [torch.empty(source.shape, dtype=source.dtype)], [source])
+    [target] = copies.targets
+    copy = Staging(*((Copies(), copies) if behind else (copies, Copies())))
+    copy.start()
+    copy.let_go_on()
+    device.run(device.copier, device.training)
+    device.synchronized.set()
+    assert copy.wait(30) is None
+    assert torch.equal(target, source.resolve_conj().resolve_neg())
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """Calls of CUDA's runtime, and the device that was the calling thread's: ``"first"`` where it has named none."""
+    calls: list[tuple[str, Any]] = []
+    here = threading.local()
+
+    def note(what: str) -> None:
+        calls.append((what, getattr(here, "device", "first")))
+
+    @contextmanager
+    def on(device: Any) -> Iterator[None]:
+        before, here.device = getattr(here, "device", "first"), device
+        try:
+            yield
+        finally:
+            here.device = before
+
+    @contextmanager
+    def stream(_: Any) -> Iterator[None]:
+        note("stream")
+        try:
+            yield
+        finally:
+            note("stream")
+
+    class Event:
+        def __init__(self, **_: bool) -> None:
+            pass
+
+        def record(self, _: Any) -> None:
+            note("record")
+
+        def synchronize(self) -> None:
+            note("synchronize")
+
+    def copy(*_: Any, **__: Any) -> None:
+        note("copy")
+        raise MemoryError("no more")
+
+    cuda = SimpleNamespace(current_stream=lambda _: None, stream=stream, Event=Event, device=on)
+    monkeypatch.setattr(
+        staging, "torch", SimpleNamespace(cuda=cuda, no_grad=torch.no_grad, _foreach_copy_=copy, device=torch.device)
+    )
+    copier = SimpleNamespace(wait_stream=lambda _: None)
+    monkeypatch.setattr(staging, "copy_stream", lambda _: copier)
+    monkeypatch.setattr(staging, "_lane", lambda _, now, later: staging.CudaLane(torch.device("cuda:3"), now, later))
+    return calls
+
+
+def test_threads_name_the_device_and_a_copy_that_fails_is_over_when_it_is_told_of(
+    used: list[tuple[str, Any]],
+) -> None:
+    """Else each rank would have a context on the first device; and memory would be given back that is written to."""
+    copy = Staging(Copies(), copies_of(torch.ones(3)))
+    lanes = list(copy._lanes)
+    copy.start()
+    assert isinstance(copy.wait(30), MemoryError)
+    assert [what for what, _ in used] == ["stream", "copy", "record", "stream", "synchronize"]
+    for lane in lanes:
+        lane.await_below(0)
+    assert {device for _, device in used} == {torch.device("cuda:3")}
 
 
 @pytest.mark.parametrize("view", [torch.conj, lambda value: value.conj().imag])
@@ -341,3 +433,22 @@ def test_a_change_before_the_barrier_is_noticed_on_a_device() -> None:
     copy.start()
     copy.let_go_on()
     assert isinstance(copy.wait(30), SaveFailed)
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "view", [torch.conj, lambda value: value.conj().imag, lambda value: value.real.view(-1, 2).t()]
+)
+def test_a_copy_from_a_device_is_what_is_seen_there(view: Callable[[Tensor], Tensor]) -> None:
+    source = view(torch.randn(2**24, dtype=torch.complex64, device="cuda"))
+    wanted = source.cpu()
+    for behind in (True, False):
+        target = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        copies = Copies(["w"], [target], [source])
+        if behind:
+            copy = Staging(Copies(), copies)
+            assert ended(copy) is None
+        else:
+            copy_at_once(copies)
+        assert torch.equal(target, wanted)

@@ -373,6 +373,7 @@ def quietly() -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.use_deterministic_algorithms(True, warn_only=True)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the same sums in each process
 
 
 def run(checks: Mapping[str, Callable[[Path], Found]]) -> dict[str, Found]:
