@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -89,13 +90,16 @@ class Model(L.LightningModule):
 
 
 class Kill(L.Callback):
-    """Kills the process as a power cut would, in the middle of a batch."""
+    """Kills the process as a power cut would, in the middle of a batch, once there is a checkpoint to go on from."""
 
-    def __init__(self, after: int | None) -> None:
+    def __init__(self, after: int | None, checkpoints: Path) -> None:
         self.after = after
+        self.checkpoints = checkpoints
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.fit_loop.total_batch_idx == self.after:
+            while not list(self.checkpoints.glob("*.ckpt/manifest.json")):
+                time.sleep(0.01)  # it is written in the background, and these steps are short
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -109,7 +113,10 @@ def train(folder: Path, kill_after: int | None) -> None:
         strategy="ddp" if ranks > 1 else "auto",
         max_epochs=EPOCHS,
         accumulate_grad_batches=2,
-        callbacks=[ResilientCheckpoint(folder / "checkpoints", schedule=EverySteps(1)), Kill(kill_after)],
+        callbacks=[
+            ResilientCheckpoint(folder / "checkpoints", schedule=EverySteps(1)),
+            Kill(kill_after, folder / "checkpoints"),
+        ],
         default_root_dir=folder,
         logger=False,
         enable_progress_bar=False,
