@@ -28,6 +28,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection
 from concurrent.futures import wait as wait_for
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -204,7 +205,7 @@ class Engine:
         else:
             if job.staging is None:
                 tell_staged(save)
-        save.stall = time.perf_counter() - begin
+        save.waited = time.perf_counter() - begin
         self._submit(partial(self._see_through, job))
         return save
 
@@ -215,7 +216,7 @@ class Engine:
             return
         begin = time.perf_counter()
         staging.let_go_on()
-        save.stall += time.perf_counter() - begin
+        save.waited += time.perf_counter() - begin
         if staging.is_done:
             self._staging = None
 
@@ -360,6 +361,8 @@ class Engine:
             self._give_up(job, as_save_failed(error, save.step, self.ranks.rank))
             return
         self._failures[save.folder] = 0
+        with suppress(RuntimeError):  # what a lost device says training hears too
+            save.held = job.staging.held() if job.staging is not None else 0.0
         job.release()
         now = time.perf_counter()
         save.persist, save.seconds = now - begin, now - save.began

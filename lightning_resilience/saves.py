@@ -111,8 +111,9 @@ class Folder:
 
 @dataclass
 class Save:
-    """One save under way: futures for its stages, and how long they took in seconds: ``stall`` of the training thread,
-    ``stage`` of copying, also behind it, and ``persist`` of writing, which goes on beside that."""
+    """One save under way: futures for its stages, and how long they took in seconds: for how long the training thread
+    ``waited``, and devices ``held`` training back; ``stage`` of copying, also behind it, and ``persist`` of writing,
+    which goes on beside that."""
 
     step: int
     attempt: int
@@ -122,11 +123,17 @@ class Save:
     staged: Future[None] = field(default_factory=Future)
     committed: Future[Committed] = field(default_factory=Future)
     began: float = field(default_factory=time.perf_counter)
-    stall: float = 0.0
+    waited: float = 0.0
+    held: float = 0.0
     stage: float = 0.0
     persist: float = 0.0
     seconds: float = 0.0
     """How long it took from its beginning to the commit."""
+
+    @property
+    def stall(self) -> float:
+        """For how long it kept training still, in seconds."""
+        return self.waited + self.held
 
     def wait(self, seconds: float | None = None) -> Committed:
         """Block until it is committed.

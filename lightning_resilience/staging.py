@@ -19,6 +19,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, lru_cache, partial
 from itertools import compress, takewhile
 from operator import attrgetter, not_
@@ -125,6 +126,10 @@ def _put_on_stream(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None
 class Lane(Protocol):
     """How tensors of one kind of device are copied."""
 
+    @property
+    def time(self) -> StreamTime | None:
+        """What it costs the device's training; None where only this process waits."""
+
     def run(self) -> None:
         """On the thread of the copy: copy, or tell the device to."""
 
@@ -147,6 +152,8 @@ class Lane(Protocol):
 
 class HostLane:
     """Sources in host memory: two threads copy piece by piece, without holding the interpreter's lock."""
+
+    time: StreamTime | None = None
 
     def __init__(self, now: Copies, later: Copies) -> None:
         copy_at_once(now)
@@ -240,6 +247,30 @@ def _is_large(tensor: Tensor) -> bool:
     return tensor.nbytes > SMALL
 
 
+class StreamTime:
+    """How long a device's training stream copied, or stood still for copies, as the device measures it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def measured(self) -> Iterator[torch.cuda.Stream]:
+        """What is put on the training stream meanwhile counts."""
+        stream = torch.cuda.current_stream(self._device)
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        before.record(stream)
+        yield stream
+        after.record(stream)
+        self._marks.append((before, after))
+
+    def seconds(self) -> float:
+        """How long so far."""
+        with torch.cuda.device(self._device):
+            milliseconds = [before.elapsed_time(after) for before, after in self._marks if after.query()]  # type: ignore[no-untyped-call]
+        return float(sum(milliseconds)) / 1e3
+
+
 class CudaLane:
     """Sources on a CUDA device: copies are put on a stream of their own, after what the training stream has to do for
     this step, and the training stream waits for them before the next.
@@ -249,10 +280,11 @@ class CudaLane:
     """
 
     def __init__(self, device: torch.device, now: Copies, later: Copies) -> None:
-        self._device, self._later, self._now = device, later, now
-        self._cancelled = False
-        with torch.no_grad():
-            if now.sources:
+        self._device, self._later = device, later
+        self._cancelled = self._holds_back = False
+        self.time: StreamTime = StreamTime(device)
+        if now.sources:
+            with torch.no_grad(), self.time.measured():
                 _put_on_stream(now.targets, now.sources)
         self._stream = copy_stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
@@ -281,7 +313,12 @@ class CudaLane:
         pass
 
     def hold_back(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._copied)
+        if self._holds_back:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)  # it may be another one
+            return
+        self._holds_back = True
+        with self.time.measured() as stream:
+            stream.wait_event(self._copied)
 
     def settle(self) -> None:
         with torch.cuda.device(self._device):
@@ -316,6 +353,8 @@ class Staging:
 
     def __init__(self, now: Copies, later: Copies) -> None:
         self._lanes = [_lane(device, now.on(device), later.on(device)) for device in _devices(now, later)]
+        # Without the lanes, which refer to what they copy.
+        self._times = [lane.time for lane in self._lanes if lane.time is not None]
         self._later = later
         self._versions = _versions(later.sources)
         self._lock = threading.Lock()
@@ -404,6 +443,11 @@ class Staging:
             self.cancel()
             return SaveFailed(f"The state was not copied within {seconds:.0f} s.", stage="stage")
         return self.error
+
+    def held(self) -> float:
+        """Seconds for which devices, and not this process, have let training wait; not to be asked before it is done.
+        A device that comes to the barrier later does not wait there."""
+        return sum(time.seconds() for time in self._times)
 
     def await_below(self, offset: int, base: int = 0) -> None:
         """Block until the targets below an address hold everything.

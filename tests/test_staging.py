@@ -204,6 +204,10 @@ class Device:
     def __init__(self) -> None:
         self.training = Stream(self)
         self.current = self.training
+        self.clock = 0.0
+
+    def pass_time(self, milliseconds: float) -> None:
+        self.clock += milliseconds
 
     def run(self, *order: Stream) -> None:
         """All work of the streams, in that order as far as they need not wait for each other."""
@@ -233,14 +237,23 @@ class Stream:
 
 class Event:
     def __init__(self, **_: bool) -> None:
-        pass
+        self.at: float | None = None
 
     def record(self, stream: Stream) -> None:
         self.recorded = stream, len(stream.work)
+        stream.work.append(lambda: setattr(self, "at", stream.device.clock))
 
     def synchronize(self) -> None:
         """The host waits."""
         self.recorded[0].catch_up(self.recorded[1])
+
+    def query(self) -> bool:
+        return self.at is not None
+
+    def elapsed_time(self, later: Event) -> float:
+        assert self.at is not None
+        assert later.at is not None
+        return later.at - self.at
 
 
 @pytest.fixture
@@ -275,6 +288,24 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     synchronized = threading.Event()
     device.copier, device.synchronized = copier, synchronized  # type: ignore[attr-defined]
     return device
+
+
+def test_what_a_device_waits_for_a_copy_is_known_although_this_process_does_not_wait(device: Any) -> None:
+    now, later = copies_of(torch.zeros(3)), copies_of(torch.zeros(3))
+    kernel = device.training.work.append
+    copy = Staging(now, later)
+    device.training.work.insert(1, lambda: device.pass_time(30))  # copying what the forward changes
+    copy.start()
+    kernel(lambda: device.pass_time(500))  # the forward
+    copy._on_its_way.wait(30)
+    device.copier.work.insert(1, lambda: device.pass_time(700))  # copying the rest, once the step before is done
+    copy.let_go_on()
+    copy.let_go_on()  # the next optimizer
+    assert copy.held() == 0  # the device has not come so far
+    device.run(device.training)
+    device.synchronized.set()
+    assert copy.wait(30) is None
+    assert copy.held() == pytest.approx(0.73)
 
 
 @pytest.mark.parametrize("first", ["training", "copier"])

@@ -71,7 +71,7 @@ class Costs(ResilientCheckpoint):
         original = watch.committed
 
         def told(save: Any, now: Progress) -> dict[str, float]:
-            save.stall, save.seconds = self.STALL, self.SECONDS
+            save.waited, save.seconds = self.STALL, self.SECONDS
             return original(save, now)
 
         watch.committed = told  # type: ignore[method-assign]
