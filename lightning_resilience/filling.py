@@ -121,7 +121,7 @@ def locate(path: Path, stored: Iterable[Stored]) -> None:
 
 
 def fill(path: Path, spans: Sequence[Span]) -> None:
-    """Fill tensors in host memory with bytes of one file.
+    """Fill tensors, of whatever device, with bytes of one file.
 
     Raises:
         CheckpointCorrupt: it ends too early, or there is something else where a tensor should be.
@@ -129,8 +129,7 @@ def fill(path: Path, spans: Sequence[Span]) -> None:
     locate(path, {span.stored: None for span in spans})
     with open(path, "rb", buffering=0) as file:
 
-        def read(span: Span, start: int) -> None:
-            rest, offset = span.memory[start : start + AT_ONCE], span.offset + start
+        def read(rest: memoryview, offset: int) -> None:
             while rest:
                 done = os.preadv(file.fileno(), [rest], offset)
                 if not done:
@@ -141,8 +140,15 @@ def fill(path: Path, spans: Sequence[Span]) -> None:
         threads = 1 if share_memory(spans) else threads_for(sum(span.size for span in spans) // AT_ONCE)
 
         def read_all(of_parts: Iterable[tuple[Span, int]]) -> None:
-            for part in of_parts:
-                read(*part)
+            block: Tensor | None = None
+            for span, start in of_parts:
+                count = min(AT_ONCE, span.size - start)
+                if span.is_in_host_memory:
+                    read(span.memory[start : start + count], span.offset + start)
+                    continue
+                block = _block(AT_ONCE, [span]) if block is None else block
+                read(_memory(block.data_ptr(), count), span.offset + start)
+                span.take(start, block[:count])
 
         # In order, because what lies in one memory is filled in the order of the file.
         with ThreadPoolExecutor(threads, "resilience-read") as pool:
@@ -186,9 +192,7 @@ class _Pass:
     def __init__(self, fd: int, spans: Sequence[Span]) -> None:
         self._fd = fd
         self._state = xxhash.xxh3_128()
-        # A device copies from locked memory at its full speed.
-        is_locked = any(span.target.is_cuda for span in spans)
-        self._block = torch.empty(BLOCK, dtype=torch.uint8, device="cpu", pin_memory=is_locked)
+        self._block = _block(BLOCK, spans)
         self._view = _memory(self._block.data_ptr(), BLOCK)
         self._begin = self._end = 0  # of the block in the file; up to its end everything is digested
         # What is read in place should not be in a block.
@@ -256,6 +260,12 @@ def split_where_bytes_overlap(spans: Iterable[Span]) -> tuple[list[Span], list[S
     for span in sorted(spans, key=attrgetter("order")):
         (first if not first or span.is_clear_of(first[-1]) else rest).append(span)
     return first, rest
+
+
+def _block(size: int, spans: Iterable[Span]) -> Tensor:
+    """Memory for bytes on their way to tensors; locked for CUDA, which copies from that at full speed."""
+    is_locked = any(span.target.is_cuda for span in spans)
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=is_locked)
 
 
 def _advise(fd: int, advice: int, offset: int = 0, count: int = 0) -> None:

@@ -21,7 +21,7 @@ from lightning_resilience.engine import Engine
 from lightning_resilience.errors import CheckpointCorrupt, CheckpointIncompatible, ResilienceError
 from lightning_resilience.manifest import META, WEIGHTS_ONLY, Manifest, rank_file
 from lightning_resilience.model_loading import edits_loaded_state
-from lightning_resilience.named_optimizers import numbered
+from lightning_resilience.named_optimizers import numbered, raw_optimizer
 from lightning_resilience.names import canonical
 from lightning_resilience.places import Source
 from lightning_resilience.ranks import Ranks, raise_first
@@ -258,6 +258,9 @@ class Resumption:
                 f"The model configures {len(optimizers)} optimizers, the checkpoint has the state of {saved}.",
                 hint="Configure the optimizers as they were when the checkpoint was saved.",
             )
+        if self._rolls_back:
+            for optimizer in optimizers:
+                raw_optimizer(optimizer).state.clear()  # a device may have no room for both
         return [
             self.family.optimizer_part(self._reader, index, optimizer) for index, optimizer in enumerate(optimizers)
         ]

@@ -123,10 +123,9 @@ class ShardFile:
         Raises:
             CheckpointCorrupt: there is something else where a tensor should be.
         """
-        in_place = [span for span in self.spans if span.is_in_host_memory and span not in self._filled]
-        if in_place:
-            fill(self.path, in_place)
-            self._filled.update(in_place)
+        if spans := [span for span in self.spans if span not in self._filled]:
+            fill(self.path, spans)
+            self._filled.update(spans)
         locate(self.path, {copy.stored: None for copy in self._copies if copy.stored and self._is_left(copy)})
         for copy in self._copies:
             if self._is_left(copy):

@@ -211,16 +211,20 @@ def test_something_else_where_a_tensor_should_be_is_an_error(tmp_path: Path, che
         reader.read_into({"model.w": torch.zeros_like(saved)})
 
 
-def test_memory_of_a_device_is_filled_from_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fill", [filling.fill_and_digest, filling.fill])
+def test_memory_of_a_device_is_filled_from_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fill: Callable[[Path, list[Span]], object]
+) -> None:
     """With host memory that passes for a device's."""
     monkeypatch.setattr(filling, "BLOCK", 1000)
+    monkeypatch.setattr(filling, "AT_ONCE", 999)
     saved = torch.randn(70_000).to(torch.bfloat16)
     (tmp_path / "file").write_bytes(b"xyz" + bytes(saved.view(torch.uint8).numpy()))
     span = span_at(3, torch.zeros(70_000, dtype=torch.bfloat16))
     assert span.is_read_in_place
     span.is_in_host_memory = False
     assert not span.is_read_in_place
-    filling.fill_and_digest(tmp_path / "file", [span])
+    fill(tmp_path / "file", [span])
     assert torch.equal(span.target, saved)
 
 

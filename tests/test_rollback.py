@@ -17,6 +17,7 @@ from lightning.pytorch.loggers.logger import Logger
 from forks import run_forks
 from lightning_resilience import Diverged, EverySteps, Keep, ResilientCheckpoint, Rollback, housekeeping, store
 from lightning_resilience.manifest import LAST_GOOD, Manifest
+from lightning_resilience.reader import CheckpointReader
 from lightning_resilience.remote import RemoteTier
 from lightning_resilience.tiers import LocalTier
 from support import TinyModel, committed, data, make_trainer, settle, strategy
@@ -550,6 +551,24 @@ def test_weights_moments_and_rate_are_those_of_the_checkpoint(tmp_path: Path) ->
     assert seen[-150].keys() == seen[150].keys()
     for name, value in seen[150].items():
         assert torch.equal(seen[-150][name], value), name
+
+
+def test_moments_go_before_there_is_memory_for_those_of_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device may have no room for both."""
+    model, had = Poisoned(155, 185), list[int]()
+    original = CheckpointReader.tree
+
+    def tree(reader: CheckpointReader, part: str, *args: Any) -> Any:
+        if part == "optimizer_0":
+            had.append(len(model.trainer.optimizers[0].state))
+        return original(reader, part, *args)
+
+    monkeypatch.setattr(CheckpointReader, "tree", tree)
+    train(tmp_path, model, rollback=Rollback(patience=20))
+    assert had == [0]
+    assert model.trainer.optimizers[0].state
 
 
 def test_run_that_goes_on_diverging_stops_clearly_after_so_many_times_also_across_restarts(tmp_path: Path) -> None:
