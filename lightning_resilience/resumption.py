@@ -7,7 +7,8 @@ first epoch, the random generators last of all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from lightning_resilience.ranks import Ranks, raise_first
 from lightning_resilience.reader import OPTIMIZER, CheckpointReader, Part
 from lightning_resilience.strategies import Family
 from lightning_resilience.trusted import load_trusted
+
+_UNDER_WAY = ("_source", "_reader", "_model_is_loaded", "_optimizers_are_in_it", "_loaded")
 
 
 class Resumption:
@@ -57,6 +60,8 @@ class Resumption:
         self.restores_optimizers = True
         self._rolls_back = False
         self._source: Source | None = None
+        self.is_aside = False
+        """Whether what is loaded now is no resume; see ``aside``."""
         self._reader: CheckpointReader | None = None
         self._model_is_loaded = False
         self._optimizers_are_in_it = False
@@ -71,6 +76,17 @@ class Resumption:
     def take(self, source: Source | None) -> None:
         """This is what Lightning is about to load; None where it is nothing of ours."""
         self._source, self._reader, self._model_is_loaded, self._optimizers_are_in_it = source, None, False, False
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """While somebody puts a state of their own back, and the resume that may be under way is to go on after it."""
+        under_way = {name: getattr(self, name) for name in _UNDER_WAY}
+        self.is_aside = True
+        try:
+            yield
+        finally:
+            self.is_aside = False
+            vars(self).update(under_way)
 
     def end(self) -> None:
         """Lightning has loaded all it wants."""
@@ -209,7 +225,7 @@ class Resumption:
             checkpoint |= {"optimizer_states": [], "lr_schedulers": []}
         if self._rolls_back:
             self._read_what_goes_back(source)
-        elif self._doorway.fitting:
+        elif self._doorway.fitting and not self.is_aside:
             self._read_rank_state(source)
 
     def roll_back(self, source: Source) -> None:
