@@ -316,7 +316,8 @@ class Track:
                 " known to this package, so some samples come twice in an epoch and others not at all. Give the sampler"
                 " a seed of its own that all ranks share."
             )
-        self._made_with = None if self._is_stock() else self._generators()
+        draws_as_it_is_made = not self._is_stock() or isinstance(loader.dataset, IterableDataset)
+        self._made_with = self._generators() if draws_as_it_is_made else None
         self.start = self._generators() if _workers(loader) and self._is_stock() else None
         if self.start is not None:
             self.start |= {"seeded": True, "again": begun or bool(states)}

@@ -47,6 +47,15 @@ class Stream(IterableDataset[dict[str, Tensor]]):
         return (data[index] for index in range(len(data)))
 
 
+class DrawnStream(Stream):
+    """Draws its order when an iterator is made, not when the first sample is wanted."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        data, order = Augmented(), list(range(SAMPLES))
+        random.shuffle(order)
+        return map(data.__getitem__, order)
+
+
 class Recording(TinyModel):
     """Records the sample ids and the loss of every step."""
 
@@ -108,6 +117,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "2 workers that persist": lambda: loader(shuffle=True, num_workers=2, persistent_workers=True),
     "own sampler, 2 workers": lambda: loader(sampler=OwnOrder(), num_workers=2),
     "stream": lambda: DataLoader(Stream(), batch_size=BATCH),
+    "stream that draws as it begins": lambda: DataLoader(DrawnStream(), batch_size=BATCH),
     "cycled": lambda: CombinedLoader(
         {"a": loader(shuffle=True), "b": DataLoader(Augmented(10), batch_size=BATCH, shuffle=True)}, "max_size_cycle"
     ),
