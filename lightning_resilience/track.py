@@ -35,6 +35,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_resilience import run_state
+from lightning_resilience.held_generators import HeldGenerator, has_state
 from lightning_resilience.order import Dealt, Order, Share, deal, draw, kind_of, of_all_ranks, order_of, share_of
 from lightning_resilience.position import Moment, Position, Start
 from lightning_resilience.worker_state import (
@@ -43,10 +44,10 @@ from lightning_resilience.worker_state import (
     Stamped,
     first_part,
     first_worker,
-    has_state,
     parts,
     restore_states,
     states_of,
+    with_generators,
 )
 
 _ATTRIBUTE = "_lightning_resilience_track"
@@ -267,9 +268,17 @@ class Track:
         return parts(getattr(self._loader, "dataset", None), getattr(self._loader, "collate_fn", None))
 
     def _samplers(self) -> dict[str, Any]:
-        """Samplers with a state of their own."""
+        """What draws an epoch's order and has a state: samplers, and generators that they hold; those of a stream that
+        this process reads, too, which may draw its order itself."""
         found = {name: getattr(self._loader, name, None) for name in ("sampler", "batch_sampler")}
-        return {name: sampler for name, sampler in found.items() if has_state(sampler)}
+        if isinstance(getattr(self._loader, "dataset", None), IterableDataset):
+            found |= {name: part for name, part in self._parts().items() if isinstance(part, HeldGenerator)}
+        known = {id(generator) for generator in self._own_generators()}
+        return {
+            name: one
+            for name, one in with_generators(found).items()
+            if not isinstance(one, HeldGenerator) or id(one.generator) not in known
+        }
 
     def _own_state(self) -> Any:
         return self._loader.state_dict() if has_state(self._loader) else None
