@@ -298,9 +298,15 @@ class Track:
         if "part" in position:
             self.origin = position["order"], position["offset"]
             return self._with_a_part(make, position)
-        if position["count"]:
+        begins = "ended_at" in position
+        if position["count"] or (not begins and position["start"] is not None):  # its first batch was read ahead
             return self._in_the_middle(make, position)
-        if position["workers"] and _persists(self._loader) and position["ended_at"] < (sized_len(self._loader) or 0):
+        if (
+            begins
+            and position["workers"]
+            and _persists(self._loader)
+            and position["ended_at"] < (sized_len(self._loader) or 0)
+        ):
             # The last epoch was cut short, with batches in its workers' hands that they still made.
             self._in_the_middle(make, {**position, "count": position["ended_at"]})
             self.count = 0
@@ -379,7 +385,7 @@ class Track:
                 self._as_at_the_start(start)
             if not goes_on and not skip:
                 # Without workers only the indices are read; what has none is read itself.
-                if isinstance(loader, DataLoader) and not by_index:
+                if count and isinstance(loader, DataLoader) and not by_index:
                     rank_zero_info(f"Reading and dropping {count} batches of {type(loader.dataset).__name__}.")
                 read = getattr(iterator, "_sampler_iter") if by_index else iterator  # noqa: B009  # torch's, private
                 for _ in itertools.islice(read, count):
@@ -510,7 +516,7 @@ class _Batches:
     def __init__(self, track: Track, iterator: Iterator[Any], position: Position | None) -> None:
         self._track = track
         self._iterator = iterator
-        self._read_with = position["read_with"] if position is not None and position["count"] else None
+        self._read_with = position["read_with"] if position is not None and "ended_at" not in position else None
 
     def __iter__(self) -> _Batches:
         return self

@@ -533,3 +533,21 @@ def test_generator_of_another_kind_is_told_of(tmp_path: Path) -> None:
     run(tmp_path, noisy(np.random.default_rng(2)), [2])
     with pytest.warns(UserWarning, match="was a Generator of PCG64 and is a Random now"):
         run(tmp_path, noisy(random.Random(2)), [4])
+
+
+@pytest.mark.parametrize(("workers", "persist"), [(0, False), (1, False), (1, True)])
+def test_loader_that_had_just_begun_anew_beside_a_longer_stream_goes_on(
+    tmp_path: Path, workers: int, persist: bool
+) -> None:
+    def make() -> Any:
+        short = DataLoader(
+            Augmented(10),
+            batch_size=BATCH,
+            shuffle=True,
+            num_workers=workers,
+            persistent_workers=persist,
+        )
+        return CombinedLoader({"a": DataLoader(Stream(), batch_size=BATCH), "b": short}, "max_size_cycle")
+
+    reference = run(tmp_path / "whole", make, [None], max_epochs=2)
+    assert_same(run(tmp_path / "parts", make, [3, 9, None], max_epochs=2), reference)
