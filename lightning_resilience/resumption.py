@@ -22,6 +22,7 @@ from lightning_resilience.engine import Engine
 from lightning_resilience.errors import CheckpointCorrupt, CheckpointIncompatible, ResilienceError
 from lightning_resilience.manifest import META, WEIGHTS_ONLY, Manifest, rank_file
 from lightning_resilience.model_loading import edits_loaded_state
+from lightning_resilience.module_state import parameters
 from lightning_resilience.named_optimizers import numbered
 from lightning_resilience.names import canonical
 from lightning_resilience.places import Source
@@ -71,6 +72,7 @@ class Resumption:
         self._stop_is_wanted = False
         self._logged: list[logged.Logged] = []
         self._buffers: dict[str, torch.Tensor] = {}
+        self._frozen: frozenset[str] | None = None
         self._syncs_buffers: bool | None = None
 
     def take(self, source: Source | None) -> None:
@@ -295,6 +297,7 @@ class Resumption:
         self._stop_is_wanted = state.get("stop_is_wanted", False)
         self._logged = [state["logged"]] if "logged" in state else []
         self._buffers = state.get("buffers", {})
+        self._frozen = frozenset(state["frozen"]) if "frozen" in state else None
         self._syncs_buffers = state.get("syncs_buffers")
         if self.exact_data and (saved := state.get("data")) is not None:
             self.data.go_to(saved)
@@ -312,6 +315,8 @@ class Resumption:
         mine = [first if number == 0 else self._state_of(source, number) for number in range(rank, saved_ranks, ranks)]
         self._settled = first.get("settled", False)
         self._stop_is_wanted = first.get("stop_is_wanted", False)
+        if "frozen" in first and rank == 0:
+            self._frozen = frozenset(first["frozen"])
         if "logged" in first:
             self._logged = [state["logged"] for state in mine] or [{**first["logged"], "results": {}, "metrics": {}}]
         if self.exact_data and first.get("data") is not None:
@@ -332,6 +337,24 @@ class Resumption:
     @staticmethod
     def _state_of(source: Source, rank: int) -> dict[str, Any]:
         return load_trusted(source.locate(rank_file(rank)).read_bytes())  # type: ignore[no-any-return]
+
+    def look_at_what_is_trained(self) -> None:
+        """After the first batch, when whatever freezes and unfreezes has had its turn: warn of what was trained when it
+        was saved and is frozen now.  Lightning does not save that, and hooks that ran as the epoch began do not run
+        again inside it."""
+        if self._frozen is None:
+            return
+        live = parameters(self.trainer.lightning_module)
+        lost = [name for name, one in live.items() if not one.requires_grad and canonical(name) not in self._frozen]
+        self._frozen = None
+        if lost:
+            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+            rank_zero_warn(
+                f"{lost[0]}{more} of the model's {len(live)} parameters were trained when the checkpoint was saved, and"
+                " are frozen now. A callback that unfreezes in the middle of a run (BaseFinetuning, your own) has to do"
+                " so again after a resume: let it remember that it has (state_dict) and unfreeze in on_fit_start."
+                " If they are to be frozen from here on, all is well."
+            )
 
     def _restore_the_rest(self) -> None:
         """Just before the first epoch: what start-up would have changed, the generators last of all."""

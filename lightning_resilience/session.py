@@ -205,6 +205,7 @@ class Session:
             self.data.begun()
 
     def _tell_between_batches(self, epoch: int, epoch_ended: bool) -> None:
+        self.resumption.look_at_what_is_trained()
         batches = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
         if batches != self._boundary[0]:
             self._boundary = batches, self._doorway.at_step_boundary()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -131,3 +132,53 @@ def test_what_a_tuner_has_logged_is_no_part_of_the_epoch_that_goes_on(tmp_path: 
     whole = fit(None, tmp_path / "whole")
     fit(5, tmp_path / "parts")
     assert fit(None, tmp_path / "parts").mean == whole.mean
+
+
+class Unfreezes(L.Callback):
+    """Trains the first layer from the second epoch on, as most scripts do, and forgets that it has."""
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        pl_module.net[0].requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            pl_module.net[0].requires_grad_(True)
+
+
+class Remembers(Unfreezes):
+    """The same, and does not forget."""
+
+    done = False
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_train_epoch_start(trainer, pl_module)
+        self.done = self.done or trainer.current_epoch == 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.done = state_dict["done"]
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        pl_module.net[0].requires_grad_(self.done)
+
+
+@pytest.mark.parametrize(("callback", "stop", "warns"), [(Unfreezes, 11, 1), (Unfreezes, 8, 0), (Remembers, 11, 0)])
+def test_what_was_trained_and_is_frozen_after_a_resume_is_told_of(
+    tmp_path: Path, callback: type[L.Callback], stop: int, warns: int
+) -> None:
+    def fit(stop: int | None) -> None:
+        trainer = make_trainer(
+            tmp_path, callback(), StopAt(stop), checkpoint_every(tmp_path / "run", 1), settle(), max_epochs=2
+        )
+        with suppress(Stop):
+            trainer.fit(TinyModel(), data(), ckpt_path="last")
+
+    fit(stop)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(None)
+    told = [str(one.message) for one in caught if "are frozen now" in str(one.message)]
+    assert len(told) == warns
+    assert all("net.0.weight and 1 more of the model's 6 parameters" in one for one in told)
