@@ -127,6 +127,8 @@ class Capture:
         if self._ranks.rank:
             names = {canonical(name) for name in state[self._family.prefix]}
             own["buffers"] = run_state.own_buffers(self._trainer.lightning_module, names)
+        else:
+            own["frozen"] = self._family.frozen()
         own["syncs_buffers"] = self._doorway.syncs_buffers
         if self._exact_data():
             own["data"] = self._data.state()

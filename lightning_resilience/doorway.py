@@ -12,8 +12,8 @@ import math
 import os
 import signal
 import warnings
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -237,6 +237,15 @@ class Doorway:
         connector._loaded_checkpoint = {}
         for optimizer in self.trainer.optimizers:
             optimizer.zero_grad()
+
+    @contextmanager
+    def loaded_kept(self) -> Iterator[None]:
+        """While another checkpoint is loaded: what Lightning has yet to take from the one before it."""
+        loaded, path = self.connector._loaded_checkpoint, self.connector._ckpt_path
+        try:
+            yield
+        finally:
+            self.connector._loaded_checkpoint, self.connector._ckpt_path = loaded, path
 
     def skip_batches(self, count: int) -> int:
         """Read training batches and leave them out, in whole accumulation windows, the last of an epoch excepted; how

@@ -45,12 +45,13 @@ def capture(trainer: Trainer) -> Logged:
 
 
 def restore(trainer: Trainer, parts: Sequence[Logged]) -> None:
-    """Put this rank's part back, or several that are now one.
+    """Put this rank's part back, or several that are now one, in the place of what there is.
 
     What is logged again goes on where it was; what is not, keeps its value to the end of the epoch.
     """
     if not parts:
         return
+    forget(trainer)  # a sanity check has moved metrics, and the fits of a Tuner have left their results
     connector, device = trainer._logger_connector, trainer.strategy.root_device
     for name, value in {**parts[0]["shown"], **parts[0]["place"]}.items():
         setattr(connector, name, _to(value, device))
@@ -76,7 +77,8 @@ def forget(trainer: Trainer) -> None:
     results.reset()
     results.clear()
     for _, metric in _metrics(trainer):
-        metric.reset()
+        if metric.update_called:
+            metric.reset()
 
 
 def divided(parts: Sequence[Mapping[str, Any]], ranks: int) -> dict[str, Any]:

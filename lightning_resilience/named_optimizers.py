@@ -111,7 +111,8 @@ def named_optimizer(
         if len(groups) != len(optimizer.param_groups):
             raise CheckpointIncompatible(
                 f"Optimizer {index} has {len(optimizer.param_groups)} parameter groups, the checkpoint {len(groups)}.",
-                hint="Configure the optimizer as it was when the checkpoint was saved.",
+                hint="Configure the optimizer as it was when the checkpoint was saved: groups that a callback added"
+                " (add_param_group) have to be there already, in its on_fit_start or in configure_optimizers.",
             )
         numbers = {name: number for number, name in enumerate(in_order)}
         _check_owners(module, reader, index, saved["state"].keys() | left_out, numbers, all_optimizers)

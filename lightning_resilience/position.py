@@ -20,7 +20,7 @@ class _Generators(TypedDict):
     own: list[Tensor]
     """States of the ``torch.Generator`` objects of the loader and its samplers."""
     samplers: dict[str, Any]
-    """States of the samplers that have one, by attribute of the loader."""
+    """States of the samplers that have one, by attribute of the loader, and of generators that they hold."""
     seeded: bool
     """Whether the workers' seed was drawn after this, before the epoch's order was."""
     made_with: Start | None

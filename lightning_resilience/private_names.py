@@ -36,6 +36,7 @@ PRIVATE_NAMES = (
     "lightning.pytorch.plugins.precision.precision:Precision._after_closure",
     "lightning.pytorch.strategies:DDPStrategy.__init__._model_averager",
     "lightning.pytorch.trainer.connectors.accelerator_connector:_AcceleratorConnector.__init__.cluster_environment",
+    "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.__init__._ckpt_path",
     "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.__init__._loaded_checkpoint",
     "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.dump_checkpoint",
     "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.resume_end",

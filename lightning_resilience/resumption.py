@@ -7,7 +7,8 @@ first epoch, the random generators last of all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from lightning_resilience.engine import Engine
 from lightning_resilience.errors import CheckpointCorrupt, CheckpointIncompatible, ResilienceError
 from lightning_resilience.manifest import META, WEIGHTS_ONLY, Manifest, rank_file
 from lightning_resilience.model_loading import edits_loaded_state
+from lightning_resilience.module_state import parameters
 from lightning_resilience.named_optimizers import numbered, raw_optimizer
 from lightning_resilience.names import canonical
 from lightning_resilience.places import Source
@@ -28,6 +30,8 @@ from lightning_resilience.ranks import Ranks, raise_first
 from lightning_resilience.reader import OPTIMIZER, CheckpointReader, Part
 from lightning_resilience.strategies import Family
 from lightning_resilience.trusted import load_trusted
+
+_UNDER_WAY = ("_source", "_reader", "_model_is_loaded", "_optimizers_are_in_it", "_loaded")
 
 
 class Resumption:
@@ -57,6 +61,8 @@ class Resumption:
         self.restores_optimizers = True
         self._rolls_back = False
         self._source: Source | None = None
+        self.is_aside = False
+        """Whether what is loaded now is no resume; see ``aside``."""
         self._reader: CheckpointReader | None = None
         self._model_is_loaded = False
         self._optimizers_are_in_it = False
@@ -66,11 +72,23 @@ class Resumption:
         self._stop_is_wanted = False
         self._logged: list[logged.Logged] = []
         self._buffers: dict[str, torch.Tensor] = {}
+        self._frozen: frozenset[str] | None = None
         self._syncs_buffers: bool | None = None
 
     def take(self, source: Source | None) -> None:
         """This is what Lightning is about to load; None where it is nothing of ours."""
         self._source, self._reader, self._model_is_loaded, self._optimizers_are_in_it = source, None, False, False
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """While somebody puts a state of their own back, and the resume that may be under way is to go on after it."""
+        under_way = {name: getattr(self, name) for name in _UNDER_WAY}
+        self.is_aside = True
+        try:
+            yield
+        finally:
+            self.is_aside = False
+            vars(self).update(under_way)
 
     def end(self) -> None:
         """Lightning has loaded all it wants."""
@@ -209,7 +227,7 @@ class Resumption:
             checkpoint |= {"optimizer_states": [], "lr_schedulers": []}
         if self._rolls_back:
             self._read_what_goes_back(source)
-        elif self._doorway.fitting:
+        elif self._doorway.fitting and not self.is_aside:
             self._read_rank_state(source)
 
     def roll_back(self, source: Source) -> None:
@@ -282,6 +300,7 @@ class Resumption:
         self._stop_is_wanted = state.get("stop_is_wanted", False)
         self._logged = [state["logged"]] if "logged" in state else []
         self._buffers = state.get("buffers", {})
+        self._frozen = frozenset(state["frozen"]) if "frozen" in state else None
         self._syncs_buffers = state.get("syncs_buffers")
         if self.exact_data and (saved := state.get("data")) is not None:
             self.data.go_to(saved)
@@ -299,6 +318,8 @@ class Resumption:
         mine = [first if number == 0 else self._state_of(source, number) for number in range(rank, saved_ranks, ranks)]
         self._settled = first.get("settled", False)
         self._stop_is_wanted = first.get("stop_is_wanted", False)
+        if "frozen" in first and rank == 0:
+            self._frozen = frozenset(first["frozen"])
         if "logged" in first:
             self._logged = [state["logged"] for state in mine] or [{**first["logged"], "results": {}, "metrics": {}}]
         if self.exact_data and first.get("data") is not None:
@@ -319,6 +340,24 @@ class Resumption:
     @staticmethod
     def _state_of(source: Source, rank: int) -> dict[str, Any]:
         return load_trusted(source.locate(rank_file(rank)).read_bytes())  # type: ignore[no-any-return]
+
+    def look_at_what_is_trained(self) -> None:
+        """After the first batch, when whatever freezes and unfreezes has had its turn: warn of what was trained when it
+        was saved and is frozen now.  Lightning does not save that, and hooks that ran as the epoch began do not run
+        again inside it."""
+        if self._frozen is None:
+            return
+        live = parameters(self.trainer.lightning_module)
+        lost = [name for name, one in live.items() if not one.requires_grad and canonical(name) not in self._frozen]
+        self._frozen = None
+        if lost:
+            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+            rank_zero_warn(
+                f"{lost[0]}{more} of the model's {len(live)} parameters were trained when the checkpoint was saved, and"
+                " are frozen now. A callback that unfreezes in the middle of a run (BaseFinetuning, your own) has to do"
+                " so again after a resume: let it remember that it has (state_dict) and unfreeze in on_fit_start."
+                " If they are to be frozen from here on, all is well."
+            )
 
     def _restore_the_rest(self) -> None:
         """Just before the first epoch: what start-up would have changed, the generators last of all."""

@@ -60,14 +60,15 @@ def _numpy_state() -> tuple[Any, ...] | dict[str, Any]:
     state: Any = np.random.get_state(legacy=False)
     kind = state["bit_generator"]
     if kind != "MT19937":
-        return cast("dict[str, Any]", _plain(state))
+        return cast("dict[str, Any]", plain(state))
     keys, position = state["state"]["key"], state["state"]["pos"]
     return kind, torch.from_numpy(keys.astype(np.int64)), int(position), int(state["has_gauss"]), float(state["gauss"])
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A state of one of NumPy's generators, without arrays and NumPy's own numbers."""
     if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
+        return {name: plain(one) for name, one in value.items()}
     if isinstance(value, np.ndarray):
         return [int(number) for number in value]
     return value if isinstance(value, (str, float)) else int(value)

@@ -190,7 +190,7 @@ class Session:
         if door.fitting:
             door.replace(door.strategy, "process_dataloader", self._make_process_dataloader)
             door.replace(self.trainer.fit_loop, "setup_data", self._loops.make_setup_data)
-            door.before_first_batch(self._before_first_batch)
+            door.replace(door.connector, "restore", self._make_restore)
             door.between_batches(self._tell_between_batches)
             door.before_weights_change(self.engine.finish_staging)
             door.after_registering_signals(self._take_signals)
@@ -205,6 +205,7 @@ class Session:
             self.data.begun()
 
     def _tell_between_batches(self, epoch: int, epoch_ended: bool) -> None:
+        self.resumption.look_at_what_is_trained()
         batches = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
         if batches != self._boundary[0]:
             self._boundary = batches, self._doorway.at_step_boundary()
@@ -236,6 +237,8 @@ class Session:
         Returns:
             Whether it is the one that is to ask the other ranks for their signals, which is enough for all.
         """
+        if not self._between_batches:  # not before: a Tuner trains, too, as the fit begins
+            self._doorway.before_first_batch(self._before_first_batch)
         self._between_batches.append(action)
         return len(self._between_batches) == 1
 
@@ -391,17 +394,29 @@ class Session:
                 if (checked := self.lookup.choose_checked()) is None:
                     raise
                 load(checked)
-            self.lookup.say()
+            if not self.resumption.is_aside:
+                self.lookup.say()
 
         return resume_start
 
     def _make_resume_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def resume_end() -> None:
             original()  # ends with a barrier: all ranks have read what they need
-            self.resumption.end()
-            self.lookup.end()
+            if not self.resumption.is_aside:
+                self.resumption.end()
+                self.lookup.end()
 
         return resume_end
+
+    def _make_restore(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A Tuner's callback puts back what it saved before it tried something, while the fit begins: no resume, and
+        one that is under way goes on."""
+
+        def restore(*args: Any, **kwargs: Any) -> None:
+            with self.resumption.aside(), self._doorway.loaded_kept():
+                original(*args, **kwargs)
+
+        return restore
 
     def roll_back(self, tier: LocalTier | RemoteTier, name: str, copies: Mapping[str, Manifest]) -> Source:
         """Take the run back to a checkpoint; see ``Resumption.roll_back``.  Collective.

@@ -70,6 +70,9 @@ class Family(Protocol):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's part of an optimizer's state: ``{"state": {parameter name: {…}}, "param_groups": […]}``."""
 
+    def frozen(self) -> list[str]:
+        """Names of the parameters that are not trained, as the model's state was last asked for."""
+
     def begin(self) -> None:
         """Training begins: what is frozen is the same on all ranks now, whatever becomes of it."""
 
@@ -157,6 +160,10 @@ class PlainFamily:
 
     def model_state(self) -> dict[str, Any]:
         return self._model.state_dict(self.module)
+
+    def frozen(self) -> list[str]:
+        is_frozen = map(not_, self._model.trainable)
+        return list(map(canonical, compress(self._model.parameters, is_frozen)))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return named_optimizer_state(self.module, optimizer)
@@ -267,6 +274,9 @@ class FSDPFamily(PlainFamily):
     def model_state(self) -> dict[str, Any]:
         with self._sharded():
             return self._wrapped.state_dict()
+
+    def frozen(self) -> list[str]:
+        return [canonical(name) for name, one in parameters(self.module).items() if not one.requires_grad]
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         from torch.distributed.fsdp import FullyShardedDataParallel as FSDP

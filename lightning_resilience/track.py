@@ -35,6 +35,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_resilience import run_state
+from lightning_resilience.held_generators import HeldGenerator, has_state
 from lightning_resilience.order import Dealt, Order, Share, deal, draw, kind_of, of_all_ranks, order_of, share_of
 from lightning_resilience.position import Moment, Position, Start
 from lightning_resilience.worker_state import (
@@ -43,10 +44,10 @@ from lightning_resilience.worker_state import (
     Stamped,
     first_part,
     first_worker,
-    has_state,
     parts,
     restore_states,
     states_of,
+    with_generators,
 )
 
 _ATTRIBUTE = "_lightning_resilience_track"
@@ -267,9 +268,17 @@ class Track:
         return parts(getattr(self._loader, "dataset", None), getattr(self._loader, "collate_fn", None))
 
     def _samplers(self) -> dict[str, Any]:
-        """Samplers with a state of their own."""
+        """What draws an epoch's order and has a state: samplers, and generators that they hold; those of a stream that
+        this process reads, too, which may draw its order itself."""
         found = {name: getattr(self._loader, name, None) for name in ("sampler", "batch_sampler")}
-        return {name: sampler for name, sampler in found.items() if has_state(sampler)}
+        if isinstance(getattr(self._loader, "dataset", None), IterableDataset):
+            found |= {name: part for name, part in self._parts().items() if isinstance(part, HeldGenerator)}
+        known = {id(generator) for generator in self._own_generators()}
+        return {
+            name: one
+            for name, one in with_generators(found).items()
+            if not isinstance(one, HeldGenerator) or id(one.generator) not in known
+        }
 
     def _own_state(self) -> Any:
         return self._loader.state_dict() if has_state(self._loader) else None
@@ -289,9 +298,15 @@ class Track:
         if "part" in position:
             self.origin = position["order"], position["offset"]
             return self._with_a_part(make, position)
-        if position["count"]:
+        begins = "ended_at" in position
+        if position["count"] or (not begins and position["start"] is not None):  # its first batch was read ahead
             return self._in_the_middle(make, position)
-        if position["workers"] and _persists(self._loader) and position["ended_at"] < (sized_len(self._loader) or 0):
+        if (
+            begins
+            and position["workers"]
+            and _persists(self._loader)
+            and position["ended_at"] < (sized_len(self._loader) or 0)
+        ):
             # The last epoch was cut short, with batches in its workers' hands that they still made.
             self._in_the_middle(make, {**position, "count": position["ended_at"]})
             self.count = 0
@@ -316,7 +331,8 @@ class Track:
                 " known to this package, so some samples come twice in an epoch and others not at all. Give the sampler"
                 " a seed of its own that all ranks share."
             )
-        self._made_with = None if self._is_stock() else self._generators()
+        draws_as_it_is_made = not self._is_stock() or isinstance(loader.dataset, IterableDataset)
+        self._made_with = self._generators() if draws_as_it_is_made else None
         self.start = self._generators() if _workers(loader) and self._is_stock() else None
         if self.start is not None:
             self.start |= {"seeded": True, "again": begun or bool(states)}
@@ -369,7 +385,7 @@ class Track:
                 self._as_at_the_start(start)
             if not goes_on and not skip:
                 # Without workers only the indices are read; what has none is read itself.
-                if isinstance(loader, DataLoader) and not by_index:
+                if count and isinstance(loader, DataLoader) and not by_index:
                     rank_zero_info(f"Reading and dropping {count} batches of {type(loader.dataset).__name__}.")
                 read = getattr(iterator, "_sampler_iter") if by_index else iterator  # noqa: B009  # torch's, private
                 for _ in itertools.islice(read, count):
@@ -500,7 +516,7 @@ class _Batches:
     def __init__(self, track: Track, iterator: Iterator[Any], position: Position | None) -> None:
         self._track = track
         self._iterator = iterator
-        self._read_with = position["read_with"] if position is not None and position["count"] else None
+        self._read_with = position["read_with"] if position is not None and "ended_at" not in position else None
 
     def __iter__(self) -> _Batches:
         return self

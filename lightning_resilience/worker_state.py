@@ -16,16 +16,12 @@ from torch.utils.data import get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_resilience import run_state
-
-
-def has_state(thing: object) -> bool:
-    """Whether something can be saved and restored by itself."""
-    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
+from lightning_resilience.held_generators import has_state, held_by
 
 
 def parts(dataset: Any, collate: Any) -> dict[str, Any]:
     """What has a state of its own in a loader's data: the dataset, one it is a part of, their transforms, the collate
-    function."""
+    function, and the random generators that these hold."""
     found: dict[str, Any] = {}
     seen: set[int] = set()
     left = [("dataset", dataset)]
@@ -41,7 +37,22 @@ def parts(dataset: Any, collate: Any) -> dict[str, Any]:
         several = getattr(inner, "datasets", None)  # of a ConcatDataset
         left += [(f"{name}.{i}", one) for i, one in enumerate(several if isinstance(several, (list, tuple)) else ())]
     found["collate_fn"] = getattr(collate, "inner", collate)
-    return {name: part for name, part in found.items() if has_state(part)}
+    return with_generators(found)
+
+
+def with_generators(things: dict[str, Any]) -> dict[str, Any]:
+    """Of so many objects those that have a state, and the generators that the others hold, each once."""
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    for name, thing in things.items():
+        if has_state(thing):
+            found[name] = thing
+            continue
+        for path, held in held_by(thing).items():
+            if id(held.generator) not in seen:
+                seen.add(id(held.generator))
+                found[name + path] = held
+    return found
 
 
 def first_part(workers: dict[int, bytes], name: str) -> bool:

@@ -14,7 +14,16 @@ import pytest
 import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    Subset,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 from forks import run_forks
 from support import FEATURES, TinyModel, checkpoint_every, make_trainer, settle, strategy
@@ -45,6 +54,15 @@ class Stream(IterableDataset[dict[str, Tensor]]):
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         data = Augmented()
         return (data[index] for index in range(len(data)))
+
+
+class DrawnStream(Stream):
+    """Draws its order when an iterator is made, not when the first sample is wanted."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        data, order = Augmented(), list(range(SAMPLES))
+        random.shuffle(order)
+        return map(data.__getitem__, order)
 
 
 class Recording(TinyModel):
@@ -108,6 +126,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "2 workers that persist": lambda: loader(shuffle=True, num_workers=2, persistent_workers=True),
     "own sampler, 2 workers": lambda: loader(sampler=OwnOrder(), num_workers=2),
     "stream": lambda: DataLoader(Stream(), batch_size=BATCH),
+    "stream that draws as it begins": lambda: DataLoader(DrawnStream(), batch_size=BATCH),
     "cycled": lambda: CombinedLoader(
         {"a": loader(shuffle=True), "b": DataLoader(Augmented(10), batch_size=BATCH, shuffle=True)}, "max_size_cycle"
     ),
@@ -414,3 +433,121 @@ def test_loader_is_iterated_once_an_epoch(tmp_path: Path, exact: bool) -> None:
     trainer = make_trainer(tmp_path, checkpoint_every(tmp_path / "run", 2, exact_data=exact), max_epochs=3)
     trainer.fit(Recording(), Counted(Augmented(), batch_size=BATCH))
     assert Counted.made == 3
+
+
+class Noisy(Augmented):
+    """Augments with a generator of its own."""
+
+    def __init__(self, rng: Any) -> None:
+        super().__init__()
+        self.rng = rng
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = super().__getitem__(index)
+        noise = torch.rand(1, generator=self.rng).item() if isinstance(self.rng, torch.Generator) else self.rng.random()
+        return {**sample, "x": sample["x"] + noise}
+
+
+class Crop:
+    """A step of an augmentation, one object further in."""
+
+    def __init__(self) -> None:
+        self.rng = random.Random(5)
+
+    def __call__(self, sample: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {**sample, "x": sample["x"] * self.rng.random()}
+
+
+class Chained:
+    """Augmentation in steps."""
+
+    def __init__(self) -> None:
+        self.steps = [Crop(), Crop()]
+
+    def __call__(self, samples: list[dict[str, Tensor]]) -> Any:
+        for step in self.steps:
+            samples = [step(sample) for sample in samples]
+        return default_collate(samples)
+
+
+class Shuffling(Sampler[int]):
+    """Draws an order from a generator that it keeps."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(3)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.rng.permutation(SAMPLES).tolist()
+
+
+class ShuffledStream(Stream):
+    """Draws an order from a generator that it keeps."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.RandomState(3)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        data = Augmented()
+        return (data[index] for index in self.rng.permutation(SAMPLES))
+
+
+HELD: dict[str, Callable[[int], Any]] = {
+    "numpy's in a sampler": lambda workers: loader(sampler=Shuffling(), num_workers=workers),
+    "numpy's in a batch sampler": lambda workers: DataLoader(
+        Augmented(), batch_sampler=BatchSampler(Shuffling(), BATCH, False), num_workers=workers
+    ),
+    "torch's in a dataset": lambda workers: DataLoader(
+        Noisy(torch.Generator().manual_seed(2)), batch_size=BATCH, shuffle=True, num_workers=workers
+    ),
+    "numpy's in a part of a dataset": lambda workers: DataLoader(
+        Subset(Noisy(np.random.default_rng(2)), range(20)),
+        batch_size=BATCH,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+    ),
+    "Python's in a collate function": lambda workers: loader(collate_fn=Chained(), num_workers=workers),
+    "numpy's old one in a stream": lambda workers: DataLoader(ShuffledStream(), batch_size=BATCH, num_workers=workers),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("name", HELD)
+def test_generators_that_the_data_hold_go_on(tmp_path: Path, name: str, workers: int) -> None:
+    def make() -> Any:
+        return HELD[name](workers)
+
+    reference = run(tmp_path / "whole", make, [None])
+    batches = len(reference.seen) // 3
+    for stops in ([batches], [2, batches + 1, 2 * batches + 1]):
+        where = tmp_path / "-".join(map(str, stops))
+        assert_same(run(where, make, [*stops, None]), reference)
+
+
+def test_generator_of_another_kind_is_told_of(tmp_path: Path) -> None:
+    def noisy(rng: Any) -> Callable[[], Any]:
+        return lambda: DataLoader(Noisy(rng), batch_size=BATCH)
+
+    run(tmp_path, noisy(np.random.default_rng(2)), [2])
+    with pytest.warns(UserWarning, match="was a Generator of PCG64 and is a Random now"):
+        run(tmp_path, noisy(random.Random(2)), [4])
+
+
+@pytest.mark.parametrize(("workers", "persist"), [(0, False), (1, False), (1, True)])
+def test_loader_that_had_just_begun_anew_beside_a_longer_stream_goes_on(
+    tmp_path: Path, workers: int, persist: bool
+) -> None:
+    def make() -> Any:
+        short = DataLoader(
+            Augmented(10),
+            batch_size=BATCH,
+            shuffle=True,
+            num_workers=workers,
+            persistent_workers=persist,
+        )
+        return CombinedLoader({"a": DataLoader(Stream(), batch_size=BATCH), "b": short}, "max_size_cycle")
+
+    reference = run(tmp_path / "whole", make, [None], max_epochs=2)
+    assert_same(run(tmp_path / "parts", make, [3, 9, None], max_epochs=2), reference)

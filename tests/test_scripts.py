@@ -1,0 +1,184 @@
+"""What training scripts have beside a model and a loader, and what a run that is interrupted makes of it."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.tuner import Tuner
+from torch.utils.data import DataLoader
+from torchmetrics import MaxMetric, SumMetric
+
+from support import TinyModel, checkpoint_every, data, make_trainer, settle
+from test_exact import Stop
+
+
+class StopAt(L.Callback):
+    """Interrupts before a batch, counted from the start of the run."""
+
+    def __init__(self, batch: int | None) -> None:
+        self.batch = batch
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if self.batch is not None and trainer.fit_loop.epoch_loop.total_batch_idx >= self.batch:
+            raise Stop
+
+
+class KeepsItsBest(TinyModel):
+    """The best validation of the run, and the number of all, in metrics that no epoch resets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.best = MaxMetric()
+        self.validations = SumMetric()
+        self.seen: list[tuple[int, float, float]] = []
+
+    def on_validation_epoch_end(self) -> None:
+        if self.trainer.sanity_checking:
+            self.best(1000.0)
+            self.validations(1000.0)
+            return
+        self.best(-float(self.global_step))
+        self.validations(1.0)
+        self.seen.append((self.global_step, float(self.best.compute()), float(self.validations.compute())))
+
+
+def test_a_sanity_check_at_the_start_of_an_epoch_leaves_metrics_as_they_were_saved(tmp_path: Path) -> None:
+    def fit(stop: int | None, root: Path) -> KeepsItsBest:
+        model = KeepsItsBest()
+        trainer = make_trainer(
+            root, StopAt(stop), checkpoint_every(root / "run", 8), settle(), max_epochs=3, num_sanity_val_steps=2
+        )
+        with suppress(Stop):
+            trainer.fit(model, data(), data(8), ckpt_path="last")
+        return model
+
+    whole = fit(None, tmp_path / "whole").seen
+    fit(9, tmp_path / "parts")
+    assert fit(None, tmp_path / "parts").seen == whole[1:]
+
+
+class Loads(TinyModel):
+    """Logs over the epoch; its loader and its learning rate are for a Tuner to change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_size = 4
+        self.mean = 0.0
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_epoch=True, on_step=False)
+        return loss
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(data().dataset, self.batch_size, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return data(8)
+
+    def on_train_end(self) -> None:
+        self.mean = self.trainer.callback_metrics.get("loss", torch.zeros(())).item()
+
+
+def rate_finder() -> L.Callback:
+    return LearningRateFinder(num_training_steps=3, early_stop_threshold=None)
+
+
+def size_finder() -> L.Callback:
+    return BatchSizeFinder(max_trials=1, steps_per_trial=2, init_val=4)
+
+
+@pytest.mark.parametrize("finder", [rate_finder, size_finder])
+def test_what_a_callback_tries_before_training_is_no_part_of_the_run(tmp_path: Path, finder: Any) -> None:
+    def fit(stop: int | None, root: Path) -> Loads:
+        L.seed_everything(3)
+        model = Loads()
+        trainer = make_trainer(root, finder(), StopAt(stop), checkpoint_every(root / "run", 2), settle(), max_epochs=2)
+        with suppress(Stop):
+            trainer.fit(model, ckpt_path="last")
+        return model
+
+    whole = fit(None, tmp_path / "whole")
+    steps = 2 * len(whole.train_dataloader())
+    tried = len(whole.history) - steps
+    assert tried > 0
+    assert [step for step, _ in whole.history[tried:]] == list(range(steps))
+    for stop in (3, steps - 1):
+        fit(stop, tmp_path / "parts")
+    end = fit(None, tmp_path / "parts")
+    assert end.history[-2:] == whole.history[-2:]
+    assert end.history[-3][0] < steps - 3  # what the callback tried; before it came the resume at step 14
+    assert end.mean == whole.mean
+
+
+def test_what_a_tuner_has_logged_is_no_part_of_the_epoch_that_goes_on(tmp_path: Path) -> None:
+    def fit(stop: int | None, root: Path) -> Loads:
+        L.seed_everything(3)
+        model = Loads()
+        trainer = make_trainer(root, StopAt(stop), checkpoint_every(root / "run", 2), settle())
+        Tuner(trainer).lr_find(model, num_training=2, early_stop_threshold=None, update_attr=False)
+        L.seed_everything(3)
+        with suppress(Stop):
+            trainer.fit(model, ckpt_path="last")
+        return model
+
+    whole = fit(None, tmp_path / "whole")
+    fit(5, tmp_path / "parts")
+    assert fit(None, tmp_path / "parts").mean == whole.mean
+
+
+class Unfreezes(L.Callback):
+    """Trains the first layer from the second epoch on, as most scripts do, and forgets that it has."""
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        pl_module.net[0].requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            pl_module.net[0].requires_grad_(True)
+
+
+class Remembers(Unfreezes):
+    """The same, and does not forget."""
+
+    done = False
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_train_epoch_start(trainer, pl_module)
+        self.done = self.done or trainer.current_epoch == 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.done = state_dict["done"]
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        pl_module.net[0].requires_grad_(self.done)
+
+
+@pytest.mark.parametrize(("callback", "stop", "warns"), [(Unfreezes, 11, 1), (Unfreezes, 8, 0), (Remembers, 11, 0)])
+def test_what_was_trained_and_is_frozen_after_a_resume_is_told_of(
+    tmp_path: Path, callback: type[L.Callback], stop: int, warns: int
+) -> None:
+    def fit(stop: int | None) -> None:
+        trainer = make_trainer(
+            tmp_path, callback(), StopAt(stop), checkpoint_every(tmp_path / "run", 1), settle(), max_epochs=2
+        )
+        with suppress(Stop):
+            trainer.fit(TinyModel(), data(), ckpt_path="last")
+
+    fit(stop)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(None)
+    told = [str(one.message) for one in caught if "are frozen now" in str(one.message)]
+    assert len(told) == warns
+    assert all("net.0.weight and 1 more of the model's 6 parameters" in one for one in told)
