@@ -129,6 +129,7 @@ class Capture:
             own["buffers"] = run_state.own_buffers(self._trainer.lightning_module, names)
         else:
             own["frozen"] = self._family.frozen()
+        own["accumulation"] = self._doorway.accumulation
         own["syncs_buffers"] = self._doorway.syncs_buffers
         if self._exact_data():
             own["data"] = self._data.state()

@@ -40,6 +40,7 @@ class Doorway:
         self.trainer = trainer
         self.strategy = trainer.strategy
         self.connector = trainer._checkpoint_connector
+        self._accumulates = trainer.accumulate_grad_batches
         self._batches_that_stepped: int | None = None
         self._steps_by_hand = StepsByHand()
         self._before_steps: BeforeSteps | None = None
@@ -284,6 +285,17 @@ class Doorway:
             return on_advance_start
 
         self.replace(fit_loop, "on_advance_start", make)
+
+    @property
+    def accumulation(self) -> tuple[int, int]:
+        """Over how many batches gradients are accumulated: as the Trainer was made, and now, where a callback (such as
+        ``GradientAccumulationScheduler``) changes it."""
+        return self._accumulates, self.trainer.accumulate_grad_batches
+
+    def resume_accumulation(self, made: int, then: int) -> None:
+        """Go on with what a callback made of it, unless the Trainer is made otherwise by now."""
+        if made == self._accumulates == self.trainer.accumulate_grad_batches:
+            self.trainer.accumulate_grad_batches = then
 
     @property
     def syncs_buffers(self) -> bool | None:

@@ -74,6 +74,7 @@ class Resumption:
         self._buffers: dict[str, torch.Tensor] = {}
         self._frozen: frozenset[str] | None = None
         self._syncs_buffers: bool | None = None
+        self._accumulation: tuple[int, int] | None = None
 
     def take(self, source: Source | None) -> None:
         """This is what Lightning is about to load; None where it is nothing of ours."""
@@ -302,6 +303,7 @@ class Resumption:
         self._buffers = state.get("buffers", {})
         self._frozen = frozenset(state["frozen"]) if "frozen" in state else None
         self._syncs_buffers = state.get("syncs_buffers")
+        self._accumulation = state.get("accumulation")
         if self.exact_data and (saved := state.get("data")) is not None:
             self.data.go_to(saved)
 
@@ -318,6 +320,7 @@ class Resumption:
         mine = [first if number == 0 else self._state_of(source, number) for number in range(rank, saved_ranks, ranks)]
         self._settled = first.get("settled", False)
         self._stop_is_wanted = first.get("stop_is_wanted", False)
+        self._accumulation = first.get("accumulation")
         if "frozen" in first and rank == 0:
             self._frozen = frozenset(first["frozen"])
         if "logged" in first:
@@ -367,8 +370,10 @@ class Resumption:
         run_state.restore_buffers(self.trainer.lightning_module, self._buffers)
         if self._syncs_buffers is not None:
             self._doorway.syncs_buffers = self._syncs_buffers
+        if self._accumulation is not None:
+            self._doorway.resume_accumulation(*self._accumulation)
         if self._logged:
             logged.restore(self.trainer, self._logged)
         if self._generators is not None:
             self._generators()
-        self._generators, self._logged, self._buffers = None, [], {}
+        self._generators, self._logged, self._buffers, self._accumulation = None, [], {}, None

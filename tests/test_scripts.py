@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
 from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader
 from torchmetrics import MaxMetric, SumMetric
@@ -182,3 +183,55 @@ def test_what_was_trained_and_is_frozen_after_a_resume_is_told_of(
     told = [str(one.message) for one in caught if "are frozen now" in str(one.message)]
     assert len(told) == warns
     assert all("net.0.weight and 1 more of the model's 6 parameters" in one for one in told)
+
+
+class AccumulatesLater(L.Callback):
+    """Changes it once, as the second epoch begins."""
+
+    def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.current_epoch == 1:
+            trainer.accumulate_grad_batches = 2
+
+
+@pytest.mark.parametrize("stop", [6, 10], ids=["inside the epoch that changes it", "in the one after"])
+@pytest.mark.parametrize(
+    "make", [AccumulatesLater, lambda: GradientAccumulationScheduler({0: 1, 1: 2})], ids=["own", "Lightning's"]
+)
+def test_accumulation_that_a_callback_changed_goes_on(
+    tmp_path: Path, make: Callable[[], L.Callback], stop: int
+) -> None:
+    def fit(stop: int | None, root: Path, **changed: Any) -> tuple[list[Any], int]:
+        model = TinyModel()
+        trainer = make_trainer(
+            root, make(), StopAt(stop), checkpoint_every(root / "run", 1), settle(), **{"max_epochs": 4, **changed}
+        )
+        with suppress(Stop):
+            trainer.fit(model, data(16), ckpt_path="last")
+        return model.history, trainer.global_step
+
+    losses, steps = fit(None, tmp_path / "whole")
+    first, _ = fit(stop, tmp_path / "parts")
+    again, last = fit(None, tmp_path / "parts")
+    assert last == steps
+    assert again == losses[-len(again) :]
+    assert len(again) < len(losses)
+    assert first == losses[: len(first)]
+
+
+def test_accumulation_that_the_trainer_has_now_is_what_counts(tmp_path: Path) -> None:
+    def fit(stop: int | None, accumulate: int) -> int:
+        trainer = make_trainer(
+            tmp_path,
+            AccumulatesLater(),
+            StopAt(stop),
+            checkpoint_every(tmp_path / "run", 1),
+            settle(),
+            max_epochs=2,
+            accumulate_grad_batches=accumulate,
+        )
+        with suppress(Stop):
+            trainer.fit(TinyModel(), data(16), ckpt_path="last")
+        return trainer.accumulate_grad_batches
+
+    fit(6, 1)
+    assert fit(None, 4) == 4
