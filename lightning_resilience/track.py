@@ -369,7 +369,8 @@ class Track:
         count, loader, workers, start = position["count"], self._loader, _workers(self._loader), position["start"]
         assert start is not None  # there are batches, so the iterator had begun
         by_index = self._is_stock() and not isinstance(loader.dataset, IterableDataset)
-        goes_on = "dataset" in position["parts"] or first_part(position["workers"], "dataset")
+        # By index a place is the sampler's, whatever else the data have a state of.
+        goes_on = not by_index and ("dataset" in position["parts"] or first_part(position["workers"], "dataset"))
         seeded = start["seeded"]
         skip = count if by_index and workers else 0
         states = position["workers"] if by_index or goes_on else position["workers_at_start"]

@@ -266,6 +266,34 @@ def test_preprocessing_with_a_state_goes_on(tmp_path: Path, workers: int) -> Non
     assert_same(run(tmp_path / "broken", make, [3, 9, None]), reference)
 
 
+class Counting(Augmented):
+    """Data with a length and a state: how many samples it gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = 0
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        self.given += 1
+        sample = super().__getitem__(index)
+        return {**sample, "x": sample["x"] + self.given}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = state["given"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_data_with_a_length_go_on_at_the_next_batch_also_with_a_state(tmp_path: Path, workers: int) -> None:
+    def make() -> Any:
+        return DataLoader(Counting(), batch_size=BATCH, shuffle=True, num_workers=workers)
+
+    reference = run(tmp_path / "whole", make, [None])
+    assert_same(run(tmp_path / "broken", make, [3, 9, None]), reference)
+
+
 def on_ranks(folder: Path, name: str, workers: int) -> tuple[bool, int]:
     """Whether an interrupted run on these ranks is the same as one that was not."""
 
