@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.utils.data import (
 )
 
 from forks import run_forks
+from lightning_resilience.held_generators import held_by
 from support import FEATURES, TinyModel, checkpoint_every, make_trainer, settle, strategy
 
 SAMPLES, BATCH = 22, 4
@@ -532,6 +534,16 @@ def drawing() -> Drawing:
     return Drawing(np.random.default_rng(3))
 
 
+def one_for_all(workers: int) -> DataLoader[Any]:
+    rng = np.random.default_rng(3)
+    return DataLoader(Noisy(rng), batch_size=BATCH, sampler=Drawing(rng), num_workers=workers)
+
+
+def scaled(samples: list[dict[str, Tensor]], rng: random.Random) -> Any:
+    batch = default_collate(samples)
+    return {**batch, "x": batch["x"] * rng.random()}
+
+
 HELD: dict[str, Callable[[int], Any]] = {
     "numpy's in a sampler": lambda workers: loader(sampler=drawing(), num_workers=workers),
     "numpy's in a batch sampler": lambda workers: DataLoader(
@@ -547,6 +559,10 @@ HELD: dict[str, Callable[[int], Any]] = {
         persistent_workers=workers > 0,
     ),
     "Python's in a collate function": lambda workers: loader(collate_fn=Chained(), num_workers=workers),
+    "Python's in a partial function": lambda workers: loader(
+        collate_fn=partial(scaled, rng=random.Random(5)), num_workers=workers
+    ),
+    "one of a sampler and a dataset": one_for_all,
     "numpy's old one in a stream": lambda workers: DataLoader(ShuffledStream(), batch_size=BATCH, num_workers=workers),
 }
 
@@ -562,6 +578,53 @@ def test_generators_that_the_data_hold_go_on(tmp_path: Path, name: str, workers:
     for stops in ([batches], [2, batches + 1, 2 * batches + 1]):
         where = tmp_path / "-".join(map(str, stops))
         assert_same(run(where, make, [*stops, None]), reference)
+
+
+class Settings(dict[str, Any]):
+    """As many scripts have them; what is not there is a KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+
+def test_what_answers_for_others_is_passed_over() -> None:
+    class Own:
+        __slots__ = ()
+        __getattr__ = Settings.__getattr__
+
+    noisy = Noisy(random.Random(2))
+    noisy.settings, noisy.own = Settings(size=3), Own()  # type: ignore[attr-defined]
+    assert list(held_by(noisy)) == [".rng"]
+
+
+class ProcessNoise(Stream):
+    """Draws from the process's generator, which it has by another name, as ``check_random_state(None)`` gives it."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.get_state.__self__  # type: ignore[attr-defined]
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for sample in super().__iter__():
+            yield {**sample, "x": sample["x"] + self.rng.random_sample()}
+
+
+class DrawsToo(Recording):
+    """A model that draws from the same."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * np.random.random()
+
+
+def test_generator_of_the_process_goes_on_also_where_data_refer_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its batches are read ahead, so the data's state is an earlier one than the process's."""
+    monkeypatch.setitem(globals(), "Recording", DrawsToo)
+
+    def make() -> Any:
+        return DataLoader(ProcessNoise(), batch_size=BATCH)
+
+    reference = run(tmp_path / "whole", make, [None])
+    assert_same(run(tmp_path / "broken", make, [2, 8, None]), reference)
 
 
 def test_generator_of_another_kind_is_told_of(tmp_path: Path) -> None:
