@@ -2,13 +2,14 @@
 
 They are found where such objects have them, as attributes, in small lists, and one object further in, and are then
 something with a state like any other.  What has a ``state_dict`` of its own says itself what belongs to it, and is not
-looked into.
+looked into.  The generators of the process itself are ``run_state``'s, whoever refers to them.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -24,6 +25,11 @@ LONGEST = 16
 """Items of a list that is looked through; longer ones are data."""
 
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_OF_THE_PROCESS = (
+    random.getstate.__self__,  # type: ignore[attr-defined]
+    np.random.get_state.__self__,  # type: ignore[attr-defined]
+    torch.default_generator,
+)
 _OPAQUE = (
     torch.nn.Module,
     torch.Tensor,
@@ -41,7 +47,10 @@ _OPAQUE = (
 
 def has_state(thing: object) -> bool:
     """Whether something can be saved and restored by itself."""
-    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
+    try:
+        return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
+    except Exception:  # a mapping whose ``__getattr__`` is its ``__getitem__`` says KeyError, others anything
+        return False
 
 
 class HeldGenerator:
@@ -87,15 +96,16 @@ def held_by(thing: Any) -> dict[str, HeldGenerator]:
     """The generators that an object holds, each once, by where they are."""
     found: dict[int, tuple[str, Any]] = {}
     for path, generator in _walk(thing, "", DEPTH):
-        if not isinstance(generator, random.SystemRandom):  # has no state
+        has_none = isinstance(generator, random.SystemRandom)
+        if not has_none and not any(generator is one for one in _OF_THE_PROCESS):
             found.setdefault(id(generator), (path, generator))
     return {path: HeldGenerator(generator) for path, generator in found.values()}
 
 
 def _walk(thing: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
-    if isinstance(thing, _OPAQUE) or not hasattr(thing, "__dict__") or has_state(thing):
+    if isinstance(thing, _OPAQUE) or has_state(thing):
         return
-    for name, value in list(vars(thing).items()):
+    for name, value in _attributes(thing).items():
         few = value if isinstance(value, (list, tuple)) and len(value) <= LONGEST else (value,)
         for number, one in enumerate(few):
             here = f"{path}.{name}" if few is not value else f"{path}.{name}.{number}"
@@ -103,3 +113,12 @@ def _walk(thing: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
                 yield here, one
             elif depth > 1:
                 yield from _walk(one, here, depth - 1)
+
+
+def _attributes(thing: Any) -> dict[str, Any]:
+    """What an object refers to by name; of a partial function, what it is given."""
+    try:
+        own = dict(vars(thing))
+    except Exception:  # has none, or answers as ``has_state`` fears
+        return {}
+    return {**own, "args": thing.args, **thing.keywords} if isinstance(thing, partial) else own

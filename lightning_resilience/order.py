@@ -108,10 +108,10 @@ def order_of(loader: Any, ranks: int) -> Order | None:
         return None
     samples = sized_len(loader.dataset)
     if type(sampler) in (DistributedSampler, DistributedSamplerWrapper):
-        inner = _inner(sampler)
+        own = user_sampler(sampler)
         return {
             "distributed": {"shuffle": sampler.shuffle, "seed": sampler.seed, "epoch": sampler.epoch},
-            "base": None if inner is None else _base_of(inner),
+            "base": None if own is sampler else _base_of(own),
             "length": len(sampler.dataset),
             "samples": samples,
         }
@@ -223,9 +223,9 @@ class Dealt(Sampler[list[int]]):
 # -- the sampler below -----------------------------------------------------------------------------------------------
 
 
-def _inner(sampler: Any) -> Any:
-    """The user's sampler inside Lightning's wrapper for several ranks."""
-    return getattr(sampler.dataset, "_sampler") if isinstance(sampler, DistributedSamplerWrapper) else None  # noqa: B009
+def user_sampler(sampler: Any) -> Any:
+    """The user's own sampler, without Lightning's wrapper for several ranks."""
+    return getattr(sampler.dataset, "_sampler") if isinstance(sampler, DistributedSamplerWrapper) else sampler  # noqa: B009
 
 
 def _base_of(sampler: Any) -> Base:
@@ -250,7 +250,7 @@ def _base(saved: Base, loader: Any) -> Iterable[int] | None:
         if saved["own_generator"] and generator is None:
             return None
         return RandomSampler(range(saved["length"]), saved["replacement"], saved["samples"], generator)
-    live = _inner(loader.sampler) or loader.sampler
+    live = user_sampler(loader.sampler)
     if type(live).__name__ != saved["type"]:
         return None
     if saved["epoch"] is not None and callable(getattr(live, "set_epoch", None)):

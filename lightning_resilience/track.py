@@ -36,7 +36,18 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_resilience import run_state
 from lightning_resilience.held_generators import HeldGenerator, has_state
-from lightning_resilience.order import Dealt, Order, Share, deal, draw, kind_of, of_all_ranks, order_of, share_of
+from lightning_resilience.order import (
+    Dealt,
+    Order,
+    Share,
+    deal,
+    draw,
+    kind_of,
+    of_all_ranks,
+    order_of,
+    share_of,
+    user_sampler,
+)
 from lightning_resilience.position import Moment, Position, Start
 from lightning_resilience.worker_state import (
     Init,
@@ -270,7 +281,12 @@ class Track:
     def _samplers(self) -> dict[str, Any]:
         """What draws an epoch's order and has a state: samplers, and generators that they hold; those of a stream that
         this process reads, too, which may draw its order itself."""
-        found = {name: getattr(self._loader, name, None) for name in ("sampler", "batch_sampler")}
+        batch_sampler = getattr(self._loader, "batch_sampler", None)
+        found = {
+            "sampler": user_sampler(getattr(self._loader, "sampler", None)),
+            "batch_sampler": batch_sampler,
+            "batch_sampler.sampler": user_sampler(getattr(batch_sampler, "sampler", None)),
+        }
         if isinstance(getattr(self._loader, "dataset", None), IterableDataset):
             found |= {name: part for name, part in self._parts().items() if isinstance(part, HeldGenerator)}
         known = {id(generator) for generator in self._own_generators()}
@@ -369,7 +385,8 @@ class Track:
         count, loader, workers, start = position["count"], self._loader, _workers(self._loader), position["start"]
         assert start is not None  # there are batches, so the iterator had begun
         by_index = self._is_stock() and not isinstance(loader.dataset, IterableDataset)
-        goes_on = "dataset" in position["parts"] or first_part(position["workers"], "dataset")
+        # By index a place is the sampler's, whatever else the data have a state of.
+        goes_on = not by_index and ("dataset" in position["parts"] or first_part(position["workers"], "dataset"))
         seeded = start["seeded"]
         skip = count if by_index and workers else 0
         states = position["workers"] if by_index or goes_on else position["workers_at_start"]

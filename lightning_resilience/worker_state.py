@@ -45,6 +45,9 @@ def with_generators(things: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     seen: set[int] = set()
     for name, thing in things.items():
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
         if has_state(thing):
             found[name] = thing
             continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.utils.data import (
 )
 
 from forks import run_forks
+from lightning_resilience.held_generators import held_by
 from support import FEATURES, TinyModel, checkpoint_every, make_trainer, settle, strategy
 
 SAMPLES, BATCH = 22, 4
@@ -266,25 +268,59 @@ def test_preprocessing_with_a_state_goes_on(tmp_path: Path, workers: int) -> Non
     assert_same(run(tmp_path / "broken", make, [3, 9, None]), reference)
 
 
-def on_ranks(folder: Path, name: str, workers: int) -> tuple[bool, int]:
-    """Whether an interrupted run on these ranks is the same as one that was not."""
+class Counting(Augmented):
+    """Data with a length and a state: how many samples it gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = 0
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        self.given += 1
+        sample = super().__getitem__(index)
+        return {**sample, "x": sample["x"] + self.given}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = state["given"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_data_with_a_length_go_on_at_the_next_batch_also_with_a_state(tmp_path: Path, workers: int) -> None:
+    def make() -> Any:
+        return DataLoader(Counting(), batch_size=BATCH, shuffle=True, num_workers=workers)
+
+    reference = run(tmp_path / "whole", make, [None])
+    assert_same(run(tmp_path / "broken", make, [3, 9, None]), reference)
+
+
+def on_ranks(folder: Path, name: str, workers: int, draws: bool = False) -> tuple[bool, int]:
+    """Whether an interrupted run on these ranks is the same as one that was not, also where a sampler ``draws`` from a
+    generator of its own."""
 
     def make() -> Any:
-        return loader(shuffle=True, num_workers=workers)
+        order: dict[str, Any] = {"sampler": drawing()} if draws else {"shuffle": True}
+        return loader(**order, num_workers=workers)
 
     settings: dict[str, Any] = {"strategy": strategy(name, 2), "devices": 2}
     reference = run(folder / "whole", make, [None], **settings)
     settings["strategy"] = strategy(name, 2)
-    first = run(folder / "broken", make, [2], **settings)
+    stop = 4 if draws else 2  # its first epoch's order would be right by chance, which is drawn from the seed
+    first = run(folder / "broken", make, [stop], **settings)
     settings["strategy"] = strategy(name, 2)
     second = run(folder / "broken", make, [None], **settings)
     return first.seen + second.seen == reference.seen, len(reference.seen)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("name", "workers"), [("ddp", 0), ("ddp", 2), ("fsdp2", 0), ("fsdp", 0)])
-def test_every_rank_goes_on_at_its_own_samples(tmp_path: Path, name: str, workers: int) -> None:
-    assert run_forks(on_ranks, tmp_path, name, workers) == [(True, 9)] * 2
+@pytest.mark.parametrize(
+    ("name", "workers", "draws"),
+    [("ddp", 0, False), ("ddp", 2, False), ("fsdp2", 0, False), ("fsdp", 0, False), ("ddp", 0, True), ("ddp", 1, True)],
+)
+def test_every_rank_goes_on_at_its_own_samples(tmp_path: Path, name: str, workers: int, draws: bool) -> None:
+    assert run_forks(on_ranks, tmp_path, name, workers, draws) == [(True, 9)] * 2
 
 
 def test_loader_that_serves_a_second_fit_continues_there_too(tmp_path: Path) -> None:
@@ -470,19 +506,6 @@ class Chained:
         return default_collate(samples)
 
 
-class Shuffling(Sampler[int]):
-    """Draws an order from a generator that it keeps."""
-
-    def __init__(self) -> None:
-        self.rng = np.random.default_rng(3)
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __iter__(self) -> Iterator[int]:
-        yield from self.rng.permutation(SAMPLES).tolist()
-
-
 class ShuffledStream(Stream):
     """Draws an order from a generator that it keeps."""
 
@@ -494,10 +517,37 @@ class ShuffledStream(Stream):
         return (data[index] for index in self.rng.permutation(SAMPLES))
 
 
+class Drawing(Sampler[int]):
+    """Draws an order from a generator that it is given."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.rng = rng
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.rng.permutation(SAMPLES).tolist()
+
+
+def drawing() -> Drawing:
+    return Drawing(np.random.default_rng(3))
+
+
+def one_for_all(workers: int) -> DataLoader[Any]:
+    rng = np.random.default_rng(3)
+    return DataLoader(Noisy(rng), batch_size=BATCH, sampler=Drawing(rng), num_workers=workers)
+
+
+def scaled(samples: list[dict[str, Tensor]], rng: random.Random) -> Any:
+    batch = default_collate(samples)
+    return {**batch, "x": batch["x"] * rng.random()}
+
+
 HELD: dict[str, Callable[[int], Any]] = {
-    "numpy's in a sampler": lambda workers: loader(sampler=Shuffling(), num_workers=workers),
+    "numpy's in a sampler": lambda workers: loader(sampler=drawing(), num_workers=workers),
     "numpy's in a batch sampler": lambda workers: DataLoader(
-        Augmented(), batch_sampler=BatchSampler(Shuffling(), BATCH, False), num_workers=workers
+        Augmented(), batch_sampler=BatchSampler(drawing(), BATCH, False), num_workers=workers
     ),
     "torch's in a dataset": lambda workers: DataLoader(
         Noisy(torch.Generator().manual_seed(2)), batch_size=BATCH, shuffle=True, num_workers=workers
@@ -509,6 +559,10 @@ HELD: dict[str, Callable[[int], Any]] = {
         persistent_workers=workers > 0,
     ),
     "Python's in a collate function": lambda workers: loader(collate_fn=Chained(), num_workers=workers),
+    "Python's in a partial function": lambda workers: loader(
+        collate_fn=partial(scaled, rng=random.Random(5)), num_workers=workers
+    ),
+    "one of a sampler and a dataset": one_for_all,
     "numpy's old one in a stream": lambda workers: DataLoader(ShuffledStream(), batch_size=BATCH, num_workers=workers),
 }
 
@@ -524,6 +578,53 @@ def test_generators_that_the_data_hold_go_on(tmp_path: Path, name: str, workers:
     for stops in ([batches], [2, batches + 1, 2 * batches + 1]):
         where = tmp_path / "-".join(map(str, stops))
         assert_same(run(where, make, [*stops, None]), reference)
+
+
+class Settings(dict[str, Any]):
+    """As many scripts have them; what is not there is a KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+
+def test_what_answers_for_others_is_passed_over() -> None:
+    class Own:
+        __slots__ = ()
+        __getattr__ = Settings.__getattr__
+
+    noisy = Noisy(random.Random(2))
+    noisy.settings, noisy.own = Settings(size=3), Own()  # type: ignore[attr-defined]
+    assert list(held_by(noisy)) == [".rng"]
+
+
+class ProcessNoise(Stream):
+    """Draws from the process's generator, which it has by another name, as ``check_random_state(None)`` gives it."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.get_state.__self__  # type: ignore[attr-defined]
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for sample in super().__iter__():
+            yield {**sample, "x": sample["x"] + self.rng.random_sample()}
+
+
+class DrawsToo(Recording):
+    """A model that draws from the same."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * np.random.random()
+
+
+def test_generator_of_the_process_goes_on_also_where_data_refer_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its batches are read ahead, so the data's state is an earlier one than the process's."""
+    monkeypatch.setitem(globals(), "Recording", DrawsToo)
+
+    def make() -> Any:
+        return DataLoader(ProcessNoise(), batch_size=BATCH)
+
+    reference = run(tmp_path / "whole", make, [None])
+    assert_same(run(tmp_path / "broken", make, [2, 8, None]), reference)
 
 
 def test_generator_of_another_kind_is_told_of(tmp_path: Path) -> None:
