@@ -118,6 +118,34 @@ def test_what_a_callback_tries_before_training_is_no_part_of_the_run(tmp_path: P
     assert end.mean == whole.mean
 
 
+class TriesAgain(LearningRateFinder):
+    """Looks for a rate at the start of some epochs, as Lightning's own example does."""
+
+    def on_fit_start(self, *_: Any) -> None:
+        pass
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch in (0, 2):
+            self.lr_find(trainer, pl_module)
+
+
+def test_what_a_callback_tries_as_an_epoch_begins_is_not_saved_and_costs_no_epoch(tmp_path: Path) -> None:
+    def fit(stop: int | None, root: Path) -> list[tuple[int, float]]:
+        L.seed_everything(3)
+        model = Loads()
+        finder = TriesAgain(num_training_steps=5, early_stop_threshold=None, update_attr=False)
+        trainer = make_trainer(root, finder, StopAt(stop), checkpoint_every(root / "run", 1), settle(), max_epochs=3)
+        with suppress(Stop):
+            trainer.fit(model, ckpt_path="last")
+        return model.history
+
+    whole = fit(None, tmp_path / "whole")
+    steps = 3 * len(Loads().train_dataloader())
+    assert [step for step, _ in whole] == [*range(5), *range(steps)]
+    first = fit(2, tmp_path / "parts")
+    assert first + fit(None, tmp_path / "parts") == whole
+
+
 def test_what_a_tuner_has_logged_is_no_part_of_the_epoch_that_goes_on(tmp_path: Path) -> None:
     def fit(stop: int | None, root: Path) -> Loads:
         L.seed_everything(3)
