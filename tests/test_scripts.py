@@ -13,8 +13,9 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader
-from torchmetrics import MaxMetric, SumMetric
+from torchmetrics import MaxMetric, RunningMean, SumMetric
 
+from lightning_resilience import logged
 from support import TinyModel, checkpoint_every, data, make_trainer, settle
 from test_exact import Stop
 
@@ -62,6 +63,34 @@ def test_a_sanity_check_at_the_start_of_an_epoch_leaves_metrics_as_they_were_sav
     whole = fit(None, tmp_path / "whole").seen
     fit(9, tmp_path / "parts")
     assert fit(None, tmp_path / "parts").seen == whole[1:]
+
+
+class KeepsAWindow(TinyModel):
+    """A metric over the last batches, and one that is part of the model's state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recent = RunningMean(window=3)
+        self.kept = SumMetric()
+        self.kept.persistent(True)
+        self.kept.load_state_dict({"sum_value": torch.tensor(7.0)})
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.recent.update(loss)
+        return loss
+
+    def on_train_end(self) -> None:
+        assert self.recent.compute().isfinite()
+        logged.forget(self.trainer)
+
+
+def test_what_is_forgotten_of_metrics_is_all_that_the_models_state_has_not(tmp_path: Path) -> None:
+    model = KeepsAWindow()
+    make_trainer(tmp_path).fit(model, data())
+    with pytest.warns(UserWarning, match="before the ``update``"):
+        assert model.recent.compute().isnan()
+    assert model.kept.sum_value == 7
 
 
 class Loads(TinyModel):
