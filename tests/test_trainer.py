@@ -868,8 +868,9 @@ def test_parameter_that_went_to_another_optimizer_is_warned_of(tmp_path: Path) -
     assert moved.states == [2, 2]
 
 
+@pytest.mark.filterwarnings("ignore:.* are frozen now")
 @pytest.mark.parametrize(("names", "frozen"), [(("0", "3"), ""), (("0", "31"), "1"), (("01", "3"), "01")])
-def test_parameter_that_is_not_trained_any_more_is_not_spoken_of(
+def test_state_of_a_parameter_that_is_not_trained_any_more_is_not_spoken_of(
     tmp_path: Path, names: tuple[str, ...], frozen: str
 ) -> None:
     fit(tmp_path, checkpoint_every(tmp_path / "run", 8), model=Halves())
