@@ -117,6 +117,13 @@ class DataPosition:
         if self._saved is not None and self.exact() and not self._loops.made_anew_since(self._saved["reloaded_in"]):
             self._loops.reloaded_in = self._saved["reloaded_in"]
 
+    @property
+    def is_left_empty(self) -> bool:
+        """Whether loaders were made without their iterators: at start-up, and by a Tuner's callback as an epoch begins,
+        after which Lightning makes none."""
+        tracks = [track_of(loader) for loader in self._loops.train_loaders()]
+        return any(found is not None and found.is_left_empty for found in tracks)
+
     def begun(self) -> None:
         """The first batch is about to be read: make the iterators, where they begin."""
         if self._saved is not None:

@@ -308,6 +308,11 @@ class Doorway:
             self.strategy.model.require_forward_param_sync = syncs  # type: ignore[union-attr]  # DDP's
 
     @property
+    def tries_something(self) -> bool:
+        """Whether it is a Tuner that trains: no callback of the run is there then, and nothing of it lasts."""
+        return not self.trainer.checkpoint_callbacks
+
+    @property
     def training(self) -> bool:
         """Whether the training loop is what runs now."""
         return self.fitting and bool(self.trainer.training)
@@ -327,14 +332,13 @@ class Doorway:
 
         self.replace(epoch_loop, "reset", make)
 
-    def before_first_batch(self, action: Callable[[], None]) -> None:
-        """Run ``action`` once, after everything at start-up and before the first training batch is fetched."""
+    def before_batches(self, action: Callable[[], None]) -> None:
+        """Run ``action`` in each epoch, after all hooks of its start and before its first training batch is fetched."""
         epoch_loop = self.trainer.fit_loop.epoch_loop
 
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             def on_run_start(*args: Any, **kwargs: Any) -> Any:
                 result = original(*args, **kwargs)
-                del epoch_loop.on_run_start
                 action()
                 return result
 

@@ -88,6 +88,8 @@ class HeldGenerator:
 
     @property
     def _kind(self) -> str:
+        if isinstance(self.generator, torch.Generator):
+            return f"Generator of {self.generator.device.type}"
         inner = getattr(self.generator, "bit_generator", None) or getattr(self.generator, "_bit_generator", None)
         return type(self.generator).__name__ + (f" of {type(inner).__name__}" if inner is not None else "")
 

@@ -77,7 +77,9 @@ def forget(trainer: Trainer) -> None:
     results.reset()
     results.clear()
     for _, metric in _metrics(trainer):
-        if metric.update_called:
+        # What is part of the model's state may just have been loaded.  Wrappers, such as a running mean, never say that
+        # they were updated.
+        if metric.update_called or not metric.state_dict():
             metric.reset()
 
 

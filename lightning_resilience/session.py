@@ -87,6 +87,7 @@ class Session:
         self.turns = Turns()
         self.save_seconds = 0.0
         """How long the slowest save so far took until it was committed."""
+        self._has_begun = False
         self._boundary = (-1, False)
         self._shared: dict[str, Any] = {}
         """Arguments of callbacks that have to be the same for all of them."""
@@ -198,13 +199,17 @@ class Session:
     def _has_exact_data(self) -> bool:
         return self.resumption.exact_data
 
-    def _before_first_batch(self) -> None:
-        self._doorway.resume_batches()
-        self.family.begin()
-        if self.resumption.exact_data:
+    def _before_batches(self) -> None:
+        is_first, self._has_begun = not self._has_begun, True
+        if is_first:
+            self._doorway.resume_batches()
+            self.family.begin()
+        if self.resumption.exact_data and (is_first or self.data.is_left_empty):
             self.data.begun()
 
     def _tell_between_batches(self, epoch: int, epoch_ended: bool) -> None:
+        if self._doorway.tries_something:
+            return
         self.resumption.look_at_what_is_trained()
         batches = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
         if batches != self._boundary[0]:
@@ -238,7 +243,7 @@ class Session:
             Whether it is the one that is to ask the other ranks for their signals, which is enough for all.
         """
         if not self._between_batches:  # not before: a Tuner trains, too, as the fit begins
-            self._doorway.before_first_batch(self._before_first_batch)
+            self._doorway.before_batches(self._before_batches)
         self._between_batches.append(action)
         return len(self._between_batches) == 1
 

@@ -16,7 +16,7 @@ class Stored:
     """One of them, whose elements are ``size`` bytes somewhere in the ``length`` bytes from ``at`` on of the file at
     ``path``.
 
-    Where they ``begin`` in the file tells its head.
+    Where they ``begin`` in the file is not known before its head is read.
     """
 
     def __init__(self, path: Path, at: int, length: int, size: int) -> None:
@@ -36,15 +36,13 @@ class Stored:
         """Bytes of it that are its head."""
         return min(HEAD, self.length)
 
-    def locate(self, head: bytes) -> int:
-        """Where its elements begin in the file.
+    def locate(self, head: bytes) -> None:
+        """Learn from its head where its elements begin.
 
         Raises:
             CheckpointCorrupt: this is not the head of such a tensor.
         """
-        if self.begin is None:
-            self.begin = self.at + self._elements_in(head)
-        return self.begin
+        self.begin = self.at + self._elements_in(head)
 
     def _elements_in(self, head: bytes) -> int:
         name = head.find(_RECORD)

@@ -143,6 +143,8 @@ class Track:
         self.guide = guide
         self.passes = 0
         self.count = 0
+        self.is_left_empty = False
+        """Whether the iterator is an empty one, that another is to follow."""
         self.start: Start | None = None
         self.workers: dict[int, bytes] = {}
         self.workers_at_start: dict[int, bytes] = {}
@@ -157,7 +159,8 @@ class Track:
         """A new iterator, at the beginning or where the guide says; an empty one as long as that is undecided."""
         if not self.guide.reading:
             return self._for_others(make())
-        if self.guide.undecided:
+        self.is_left_empty = self.guide.undecided
+        if self.is_left_empty:
             return iter(())
         self._reads_ahead = self.guide.reads_ahead
         self._before.clear()

@@ -27,7 +27,7 @@ from torch.utils.data import (
 )
 
 from forks import run_forks
-from lightning_resilience.held_generators import held_by
+from lightning_resilience.held_generators import HeldGenerator, held_by
 from support import FEATURES, TinyModel, checkpoint_every, make_trainer, settle, strategy
 
 SAMPLES, BATCH = 22, 4
@@ -594,6 +594,15 @@ def test_what_answers_for_others_is_passed_over() -> None:
     noisy = Noisy(random.Random(2))
     noisy.settings, noisy.own = Settings(size=3), Own()  # type: ignore[attr-defined]
     assert list(held_by(noisy)) == [".rng"]
+
+
+def test_generator_of_another_device_begins_anew() -> None:
+    """Its state is of another size: the resume would end there."""
+    generator = torch.Generator().manual_seed(3)
+    before = generator.get_state()
+    with pytest.warns(UserWarning, match="was a Generator of cuda and is a Generator of cpu now"):
+        HeldGenerator(generator).load_state_dict({"kind": "Generator of cuda", "state": torch.zeros(16)})
+    assert torch.equal(generator.get_state(), before)
 
 
 class ProcessNoise(Stream):

@@ -14,8 +14,9 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
 from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader
-from torchmetrics import MaxMetric, SumMetric
+from torchmetrics import MaxMetric, RunningMean, SumMetric
 
+from lightning_resilience import logged
 from support import TinyModel, checkpoint_every, data, make_trainer, settle
 from test_exact import Stop
 
@@ -63,6 +64,34 @@ def test_a_sanity_check_at_the_start_of_an_epoch_leaves_metrics_as_they_were_sav
     whole = fit(None, tmp_path / "whole").seen
     fit(9, tmp_path / "parts")
     assert fit(None, tmp_path / "parts").seen == whole[1:]
+
+
+class KeepsAWindow(TinyModel):
+    """A metric over the last batches, and one that is part of the model's state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recent = RunningMean(window=3)
+        self.kept = SumMetric()
+        self.kept.persistent(True)
+        self.kept.load_state_dict({"sum_value": torch.tensor(7.0)})
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.recent.update(loss)
+        return loss
+
+    def on_train_end(self) -> None:
+        assert self.recent.compute().isfinite()
+        logged.forget(self.trainer)
+
+
+def test_what_is_forgotten_of_metrics_is_all_that_the_models_state_has_not(tmp_path: Path) -> None:
+    model = KeepsAWindow()
+    make_trainer(tmp_path).fit(model, data())
+    with pytest.warns(UserWarning, match="before the ``update``"):
+        assert model.recent.compute().isnan()
+    assert model.kept.sum_value == 7
 
 
 class Loads(TinyModel):
@@ -117,6 +146,34 @@ def test_what_a_callback_tries_before_training_is_no_part_of_the_run(tmp_path: P
     assert end.history[-2:] == whole.history[-2:]
     assert end.history[-3][0] < steps - 3  # what the callback tried; before it came the resume at step 14
     assert end.mean == whole.mean
+
+
+class TriesAgain(LearningRateFinder):
+    """Looks for a rate at the start of some epochs, as Lightning's own example does."""
+
+    def on_fit_start(self, *_: Any) -> None:
+        pass
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch in (0, 2):
+            self.lr_find(trainer, pl_module)
+
+
+def test_what_a_callback_tries_as_an_epoch_begins_is_not_saved_and_costs_no_epoch(tmp_path: Path) -> None:
+    def fit(stop: int | None, root: Path) -> list[tuple[int, float]]:
+        L.seed_everything(3)
+        model = Loads()
+        finder = TriesAgain(num_training_steps=5, early_stop_threshold=None, update_attr=False)
+        trainer = make_trainer(root, finder, StopAt(stop), checkpoint_every(root / "run", 1), settle(), max_epochs=3)
+        with suppress(Stop):
+            trainer.fit(model, ckpt_path="last")
+        return model.history
+
+    whole = fit(None, tmp_path / "whole")
+    steps = 3 * len(Loads().train_dataloader())
+    assert [step for step, _ in whole] == [*range(5), *range(steps)]
+    first = fit(2, tmp_path / "parts")
+    assert first + fit(None, tmp_path / "parts") == whole
 
 
 def test_what_a_tuner_has_logged_is_no_part_of_the_epoch_that_goes_on(tmp_path: Path) -> None:
