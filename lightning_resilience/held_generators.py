@@ -98,8 +98,8 @@ def held_by(thing: Any) -> dict[str, HeldGenerator]:
     """The generators that an object holds, each once, by where they are."""
     found: dict[int, tuple[str, Any]] = {}
     for path, generator in _walk(thing, "", DEPTH):
-        has_none = isinstance(generator, random.SystemRandom)
-        if not has_none and not any(generator is one for one in _OF_THE_PROCESS):
+        is_own_kind = isinstance(generator, random.Random) and type(generator).getstate is not random.Random.getstate
+        if not is_own_kind and not any(generator is one for one in _OF_THE_PROCESS):
             found.setdefault(id(generator), (path, generator))
     return {path: HeldGenerator(generator) for path, generator in found.values()}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,24 +19,33 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from lightning_resilience import run_state
 from lightning_resilience.held_generators import has_state, held_by
 
+MOST_DATASETS = 64
+"""Datasets in one up to which generators are looked for in each of them."""
+
+_TRANSFORMS = ("transform", "target_transform", "transforms")
+
 
 def parts(dataset: Any, collate: Any) -> dict[str, Any]:
     """What has a state of its own in a loader's data: the dataset, one it is a part of, their transforms, the collate
     function, and the random generators that these hold."""
     found: dict[str, Any] = {}
     seen: set[int] = set()
-    left = [("dataset", dataset)]
+    left = deque([("dataset", dataset, False)])
     while left:
-        name, inner = left.pop(0)
+        name, inner, is_one_of_many = left.popleft()
         if inner is None or id(inner) in seen:
             continue
         seen.add(id(inner))
-        found[name] = inner
-        for attribute in ("transform", "target_transform", "transforms"):
-            found[f"{name}.{attribute}"] = getattr(inner, attribute, None)
-        left.append((f"{name}.dataset", getattr(inner, "dataset", None)))
+        transforms = {f"{name}.{kind}": getattr(inner, kind, None) for kind in _TRANSFORMS}
+        # What they hold is looked for anew with each batch, because they may get another one.
+        found |= {
+            place: one for place, one in {name: inner, **transforms}.items() if not is_one_of_many or has_state(one)
+        }
+        left.append((f"{name}.dataset", getattr(inner, "dataset", None), is_one_of_many))
         several = getattr(inner, "datasets", None)  # of a ConcatDataset
-        left += [(f"{name}.{i}", one) for i, one in enumerate(several if isinstance(several, (list, tuple)) else ())]
+        if isinstance(several, (list, tuple)):
+            is_one_of_many = is_one_of_many or len(several) > MOST_DATASETS
+            left += [(f"{name}.{i}", one, is_one_of_many) for i, one in enumerate(several)]
     found["collate_fn"] = getattr(collate, "inner", collate)
     return with_generators(found)
 

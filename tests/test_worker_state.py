@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,17 @@ def itself() -> Counter:
     return data
 
 
+def holder(rng: random.Random) -> SimpleNamespace:
+    return SimpleNamespace(rng=rng)
+
+
+class Scrambled(random.Random):
+    """Its state is what only it can make something of."""
+
+    def getstate(self) -> Any:
+        return "scrambled"
+
+
 @pytest.mark.parametrize(
     ("dataset", "collate", "names"),
     [
@@ -51,6 +63,15 @@ def itself() -> Counter:
         (range(3), Counter(), ["collate_fn"]),
         (range(3), Stamp(Counter()), ["collate_fn"]),
         (itself(), None, ["dataset"]),
+        (holder(random.Random(0)), None, ["dataset.rng"]),
+        (holder(random.SystemRandom()), None, []),
+        (holder(Scrambled(0)), None, []),
+        (
+            SimpleNamespace(datasets=[holder(random.Random(i)) for i in range(64)]),
+            None,
+            [f"dataset.{i}.rng" for i in range(64)],
+        ),
+        (SimpleNamespace(datasets=[*(holder(random.Random(i)) for i in range(64)), Counter()]), None, ["dataset.64"]),
     ],
 )
 def test_parts_of_the_data_that_have_a_state(dataset: Any, collate: Any, names: list[str]) -> None:
