@@ -79,6 +79,7 @@ def end_in_all_ways(root: Path) -> dict[str, int]:
         pid = os.fork()
         if not pid:
             signal.alarm(60)
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
             log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
             os.dup2(log, 1)
             os.dup2(log, 2)
