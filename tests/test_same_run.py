@@ -22,6 +22,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
 from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from torchmetrics import MeanMetric
 from torchmetrics.regression import R2Score
 
@@ -215,7 +216,7 @@ class Setup:
         pick = chance.choice
         manual = chance.random() < 0.2
         name = pick(loaders)
-        sized = name != "stream"
+        sized = not isinstance(getattr(LOADERS[name](), "dataset", None), IterableDataset)
         validation: dict[str, Any] = pick(
             [
                 {"limit_val_batches": 0},
