@@ -12,7 +12,8 @@ A checkpoint is a folder whose name ends in ``.ckpt`` (``EXTENSION``)::
         rank_00000.pt …                 each rank's own state: ``python``, ``numpy``, ``torch``, ``cuda`` random number
                                         generators; ``data``, its place in the training loaders; ``logged``,
                                         what the epoch has logged so far; ``buffers``, where they are its own;
-                                        ``thawed``, rank 0's: names of parameters that were frozen at first;
+                                        ``thawed``, rank 0's: names of parameters that were frozen
+                                        when training began, and are not now;
                                         ``accumulation``, batches a step, as configured and then;
                                         ``settled``, whether Lightning was between two batches
         manifest.json                   the commit record, described below

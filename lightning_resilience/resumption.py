@@ -31,8 +31,6 @@ from lightning_resilience.reader import OPTIMIZER, CheckpointReader, Part
 from lightning_resilience.strategies import Family
 from lightning_resilience.trusted import load_trusted
 
-_UNDER_WAY = ("_source", "_reader", "_model_is_loaded", "_optimizers_are_in_it", "_loaded")
-
 
 class Resumption:
     """What one Trainer is loaded from.  Loading is collective.
@@ -83,13 +81,15 @@ class Resumption:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """While somebody puts a state of their own back, and the resume that may be under way is to go on after it."""
-        under_way = {name: getattr(self, name) for name in _UNDER_WAY}
+        source, reader, loaded = self._source, self._reader, self._loaded
+        model_is_loaded, optimizers_are_in_it = self._model_is_loaded, self._optimizers_are_in_it
         self.is_aside = True
         try:
             yield
         finally:
             self.is_aside = False
-            vars(self).update(under_way)
+            self._source, self._reader, self._loaded = source, reader, loaded
+            self._model_is_loaded, self._optimizers_are_in_it = model_is_loaded, optimizers_are_in_it
 
     def end(self) -> None:
         """Lightning has loaded all it wants."""

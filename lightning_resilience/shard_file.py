@@ -52,7 +52,6 @@ class ShardFile:
         wanted: items, in the order in which they lie there, and the planners that know what they are for.
         plain: see ``CheckpointReader``.
         weights_only: see ``load_trusted``.
-
     """
 
     def __init__(
